@@ -1,0 +1,36 @@
+"""Command line: `python -m fork VERB`; each verb is the module of its name."""
+
+import argparse
+import importlib
+import sys
+
+from fork.errors import ForkError
+
+VERBS = (
+    *("apply", "bases", "build", "develop", "export", "install", "lint", "lock", "revert", "status", "tree", "trial"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb. Exit status: 0 done, 1 a rule was broken, 2 bad usage, 130 interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m fork", description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name in VERBS:
+        module = importlib.import_module(f"fork.{name}")
+        verb = verbs.add_parser(name, help=module.HELP, description=module.__doc__)
+        module.add_arguments(verb)
+        verb.add_argument("--json", action="store_true", help="print JSON")
+        verb.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ForkError as error:
+        print(f"fork: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print("fork: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Bases: the pinned upstream wheels, fetched into a cache outside the repository and verified at every use."""
+
+import argparse
+import hashlib
+import os
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from fork import pip
+from fork.errors import ForkError, UsageError
+from fork.report import Table, show
+
+HELP = "list the pinned upstream wheels; fetch those of one base"
+DEFAULT = "0.32.0"
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One pinned upstream wheel. `device` is `cpu` or `cuda`; `sha256` is of the file, in hex."""
+
+    device: str
+    distribution: str
+    version: str
+    file: str
+    sha256: str
+
+    @property
+    def cached(self) -> Path:
+        """Where the file is kept, whether or not it is there."""
+        return cache_folder() / self.file
+
+    def fetch(self, again: bool = False) -> Path:
+        """Path of the verified wheel, downloaded first where it is not cached (or bad, and `again` is set).
+
+        Raises ForkError: no network, wrong hash, truncated file.
+        """
+        path = self.cached
+        if again and path.exists() and _sha256(path) != self.sha256:
+            path.unlink()
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pip.download(self.distribution, self.version, self.file, self.sha256, path.parent)
+        found = _sha256(path)
+        if found != self.sha256:
+            raise ForkError(
+                f"wrong hash: {path} has sha256 {found[:12]}.., {path.stat().st_size} bytes, but fork/bases.toml pins "
+                f"{self.sha256[:12]}..; fetch it again with `python -m fork bases --fetch {self.version}`"
+            )
+        return path
+
+    def open(self) -> zipfile.ZipFile:
+        """The verified wheel, open for reading."""
+        return zipfile.ZipFile(self.fetch())
+
+
+@dataclass(frozen=True)
+class Base:
+    """An upstream version the series is applied to.
+
+    `wheels` maps a device to its wheel. `kernels` is None but for a hybrid, a base for tests only whose native files
+    come from that CPU wheel.
+    """
+
+    name: str
+    version: Version
+    why: str
+    wheels: dict[str, Wheel]
+    kernels: Wheel | None = None
+
+    @property
+    def tests_only(self) -> bool:
+        return self.kernels is not None
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        """Whether a laid-out tree of it can run without a GPU."""
+        return self.kernels is not None or "cpu" in self.wheels
+
+    def wheel(self, device: str | None = None) -> Wheel:
+        """The wheel for `device`; without one the CPU wheel, or the CUDA wheel of a base that has no CPU wheel."""
+        if device is None:
+            device = "cpu" if "cpu" in self.wheels else "cuda"
+        if device not in self.wheels:
+            raise UsageError(f"base {self.name} has no {device} wheel; it has {', '.join(self.wheels)}")
+        return self.wheels[device]
+
+
+def cache_folder() -> Path:
+    """$VLLM_FORK_CACHE, else the user's cache folder for this tool."""
+    if path := os.environ.get("VLLM_FORK_CACHE"):
+        return Path(path)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-fork"
+
+
+def load_bases() -> dict[str, Base]:
+    """Every base by name, in the order of bases.toml."""
+    raw = tomllib.loads(Path(__file__).with_name("bases.toml").read_text())["bases"]
+    bases: dict[str, Base] = {}
+    for name, entry in raw.items():
+        if "kernels" in entry:
+            source = bases[entry["python"]]
+            kernels = bases[entry["kernels"]].wheel("cpu")
+            bases[name] = Base(name, source.version, entry["why"], source.wheels, kernels)
+        else:
+            wheels = {dev: Wheel(device=dev, **entry[dev]) for dev in ("cpu", "cuda") if dev in entry}
+            bases[name] = Base(name, Version(name), entry["why"], wheels)
+    return bases
+
+
+def find_base(name: str | None) -> Base:
+    """The base called `name`; without one $VLLM_FORK_BASE or the default. Raises UsageError for an unknown name."""
+    bases = load_bases()
+    name = name or os.environ.get("VLLM_FORK_BASE") or DEFAULT
+    if name not in bases:
+        raise UsageError(f"unknown base {name!r}; the bases are {', '.join(bases)}")
+    return bases[name]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fetch", metavar="NAME", help="fetch and verify the wheels of this base")
+    parser.add_argument("--base", metavar="NAME", help="list this base only")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.fetch:
+        base = find_base(args.fetch)
+        for wheel in {*base.wheels.values(), *([base.kernels] if base.kernels else [])}:
+            wheel.fetch(again=True)
+    only = args.base or args.fetch
+    chosen = [find_base(only)] if only else list(load_bases().values())
+    rows = [
+        {
+            "base": base.name,
+            "device": wheel.device,
+            "distribution": wheel.distribution,
+            "version": wheel.version,
+            "file": wheel.file,
+            "sha256": wheel.sha256,
+            "cached": wheel.cached.exists(),
+            "tests_only": base.tests_only,
+            "why": base.why,
+        }
+        for base in chosen
+        for wheel in base.wheels.values()
+    ]
+    show(Table("bases", rows, ("base", "device", "file", "cached", "why")), args.json)
+    return 0

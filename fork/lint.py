@@ -1,0 +1,117 @@
+"""Check what the repository promises about the series: headers, rules, owned files, locks and originality."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from fork import ROOT
+from fork.bases import find_base, load_bases
+from fork.errors import ForkError
+from fork.evaluate import evaluate
+from fork.files import wheel_reader
+from fork.originality import project_files, runs, upstream_files
+from fork.region import read_lock
+from fork.report import Row, Table, show
+from fork.series import Patch, load_series
+
+HELP = "check headers, rules, owned files, locks and originality; exit 1 where one fails"
+
+#: A fix with more new lines than this belongs in an overlay file.
+LONGEST_FIX = 15
+
+#: Folders below tests/ that no patch ships.
+_OWN_TESTS = ("tests/fork/", "tests/gpu/")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", metavar="NAME", help="check the rules and locks on this base only")
+
+
+def findings(base: str | None = None, root: Path = ROOT) -> Iterator[Row]:
+    """Every promise that is broken, as `check`, `where` and `detail`."""
+    series = load_series(root)
+    for patch in series:
+        yield from _files(patch, root)
+        yield from _rules(patch)
+    yield from _owners(series, root)
+    yield from _locks(series, base)
+    for run in runs(project_files(root), upstream_files()):
+        yield _finding(
+            "originality", f"{run.path}:{run.first}-{run.last}", f"repeats {run.upstream}: write it your own way"
+        )
+
+
+def _finding(check: str, where: str, detail: str) -> Row:
+    return {"check": check, "where": where, "detail": detail}
+
+
+def _files(patch: Patch, root: Path) -> Iterator[Row]:
+    here = f"patches/{patch.name}"
+    for path in (*patch.adds, *patch.tests):
+        if not (root / path).is_file():
+            yield _finding("files", here, f"names {path}, which is not there")
+    if not patch.tests:
+        yield _finding("files", here, "names no test that goes red without it")
+    if not (patch.folder / "PR.md").is_file() or not (patch.folder / "PR.md").read_text().startswith("# "):
+        yield _finding("files", here, "has no PR.md that starts with a `# title`")
+
+
+def _rules(patch: Patch) -> Iterator[Row]:
+    if not patch.edits and not patch.adds:
+        yield _finding("rules", f"patches/{patch.name}", "has neither edits nor files to add")
+    for rule in (*patch.edits, *patch.regress):
+        if not rule.rewrites:
+            yield _finding("rules", rule.name, "has no fix; an edit says what stands there afterwards")
+        elif rule.new_lines > LONGEST_FIX:
+            yield _finding(
+                "rules", rule.name, f"writes {rule.new_lines} lines; more than {LONGEST_FIX} go to an overlay file"
+            )
+    for rule in patch.proofs:
+        if rule.rewrites:
+            yield _finding("rules", rule.name, "has a fix; a proof only matches")
+
+
+def _owners(series: list[Patch], root: Path) -> Iterator[Row]:
+    owners: dict[str, str] = {}
+    for patch in series:
+        for path in patch.adds:
+            if path in owners:
+                yield _finding("owners", path, f"is owned by both {owners[path]} and {patch.name}")
+            owners[path] = patch.name
+    for top in ("tests", "vllm"):
+        for found in sorted((root / top).rglob("*.py")):
+            path = found.relative_to(root).as_posix()
+            if path not in owners and not path.startswith(_OWN_TESTS):
+                yield _finding("owners", path, "is owned by no patch; name it in the `adds` of one")
+
+
+def _locks(series: list[Patch], only: str | None) -> Iterator[Row]:
+    versions: dict[str, set[str]] = {patch.name: set() for patch in series}
+    for base in [find_base(only)] if only else load_bases().values():
+        for result in evaluate(series, base.version, wheel_reader(base.wheel())):
+            where = f"patches/{result.patch.name}"
+            if result.failed:
+                yield _finding("outcome", where, f"on {base.name}: {result.outcome}: {result.detail}")
+            elif result.regions:
+                versions[result.patch.name].add(str(base.version))
+                if read_lock(result.patch.folder)[str(base.version)] != result.regions:
+                    yield _finding("lock", where, f"locks more on {base.name} than it touches; `python -m fork lock`")
+    for patch in () if only else series:
+        for stale in sorted(set(read_lock(patch.folder)) - versions[patch.name]):
+            yield _finding(
+                "lock", f"patches/{patch.name}", f"holds {stale}, where it touches nothing; `python -m fork lock`"
+            )
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        rows = list(findings(args.base))
+    except ForkError as error:
+        if error.status != 1:
+            raise
+        rows = [_finding("series", "patches", str(error))]
+    if rows or args.json:
+        show(Table("lint", rows, ("check", "where", "detail")), args.json)
+    else:
+        print("lint: every check holds")
+    return int(bool(rows))

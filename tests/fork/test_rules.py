@@ -1,0 +1,120 @@
+"""Structural edits: exact counts, byte-exact rewriting, and the rules of the series themselves, valid and invalid."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fork.bases import load_bases
+from fork.errors import ForkError
+from fork.evaluate import evaluate
+from fork.files import wheel_reader
+from fork.rules import Match, find, load_rules, rewrite
+from fork.series import load_series
+
+RULE = """\
+target: vllm/x.py
+matches: 1
+language: python
+rule: {pattern: old($A)}
+fix: new($A)
+"""
+
+
+def _rules(tmp_path: Path, text: str):
+    folder = tmp_path / "edits"
+    folder.mkdir(exist_ok=True)
+    (folder / "a.yml").write_text(text)
+    return load_rules(folder)
+
+
+def _edit(tmp_path: Path, rule: str, text: str) -> str:
+    (loaded,) = _rules(tmp_path, rule)
+    return rewrite(text.encode(), find(loaded, text.encode())).decode()
+
+
+def test_a_fix_keeps_what_it_captures_and_every_other_byte(tmp_path):
+    assert _edit(tmp_path, RULE, "é = 1\r\nx = old( 2 )\t\nold(3)  # é\n") == "é = 1\r\nx = new(2)\t\nnew(3)  # é\n"
+
+
+def test_blank_lines_of_a_moved_block_get_no_blanks_but_strings_elsewhere_keep_theirs(tmp_path):
+    rule = RULE.replace("{pattern: old($A)}", "{kind: if_statement, pattern: $IF}").replace(
+        "fix: new($A)", "fix: |-\n  $IF\n  else:\n      b()"
+    )
+    text = "def f():\n    if a:\n        a()\n\n        a()\n   \n    s = 1\n"
+    assert (
+        _edit(tmp_path, rule, text)
+        == "def f():\n    if a:\n        a()\n\n        a()\n    else:\n        b()\n   \n    s = 1\n"
+    )
+
+
+def test_an_empty_fix_takes_the_whole_line_but_never_a_neighbour(tmp_path):
+    rule = RULE.replace("fix: new($A)", 'fix: ""')
+    assert _edit(tmp_path, rule, "a = 1\n    \nold(2)\n\nb = 2\n") == "a = 1\n    \n\nb = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("matches: 1\n", ""), "no match count"),
+        (("matches: 1", "matches: 0"), "no match count"),
+        (("matches: 1", "matches: yes"), "no match count"),
+        (("target: vllm/x.py\n", ""), "no target"),
+        (("rule: {pattern: old($A)}\n", ""), "no rule"),
+        (("language", "langauge"), "unknown key 'langauge'"),
+        (("matches: 1", "matches: 1\nbases: newer"), "version specifier that is none: 'newer'"),
+        (("rule: {", "rule: {{"), "is not YAML"),
+        ((RULE, "- a list\n"), "is not a mapping"),
+    ],
+)
+def test_a_rule_that_says_too_little_or_too_much_is_refused(tmp_path, change, words):
+    with pytest.raises(ForkError, match=words) as raised:
+        _rules(tmp_path, RULE.replace(*change))
+    assert "edits/a.yml" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_rule_that_ast_grep_does_not_take_is_refused_in_one_line(tmp_path):
+    (rule,) = _rules(tmp_path, RULE.replace("{pattern: old($A)}", "{kind: no_such_node}"))
+    with pytest.raises(ForkError, match="is no rule ast-grep takes") as raised:
+        find(rule, b"old(1)\n")
+    assert "\n" not in str(raised.value)
+
+
+@given(
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=8), min_size=1, max_size=6),
+    st.data(),
+)
+def test_rewriting_replaces_the_matched_bytes_and_no_others(pieces, data):
+    texts = [piece.encode() for piece in pieces]
+    text, matches, expected, position = b"", [], b"", 0
+    for piece in texts:
+        text += piece
+        new = data.draw(st.binary(min_size=1, max_size=5).map(lambda raw: b"<" + raw.hex().encode() + b">"))
+        matches.append(Match(position, position + len(piece), (position, position + len(piece)), new))
+        expected += new
+        position += len(piece)
+    assert rewrite(text, matches) == expected
+
+
+CARRIED = [base for base in load_bases().values() if not base.tests_only]
+
+
+@pytest.mark.parametrize("base", CARRIED, ids=lambda base: base.name)
+def test_every_edit_of_the_series_takes_on_its_base_and_leaves_python(base):
+    read = wheel_reader(base.wheel())
+    results = evaluate(load_series(), base.version, read)
+    for result in results:
+        assert not result.failed, (result.patch.name, result.outcome, result.detail)
+        for path, text in result.files.items():
+            ast.parse(text, path)
+            assert path in result.patch.adds or text != read(path)
+
+
+@pytest.mark.parametrize("patch", load_series(), ids=lambda patch: patch.name)
+def test_no_edit_of_the_series_matches_a_file_it_is_not_for(patch):
+    read = wheel_reader(load_bases()["0.32.0"].wheel())
+    for rule in (*patch.edits, *patch.regress):
+        assert find(rule, read("vllm/model_executor/models/llama.py")) == []
+        assert find(rule, b"") == []
