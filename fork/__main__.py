@@ -7,7 +7,8 @@ import sys
 from fork.errors import ForkError
 
 VERBS = (
-    *("apply", "bases", "build", "develop", "export", "install", "lint", "lock", "revert", "status", "tree", "trial"),
+    *("apply", "bases", "build", "develop", "docs", "export", "install"),
+    *("lint", "lock", "revert", "status", "tree", "trial"),
 )
 
 

@@ -99,15 +99,16 @@ def _extract(archive: zipfile.ZipFile, info: zipfile.ZipInfo, folder: Path) -> N
         path.chmod(0o755)
 
 
-def stock_tree(base: Base) -> Path:
+def stock_tree(base: Base, device: str | None = None) -> Path:
     """A complete runnable tree of `base` as upstream ships it, under build/stock; laid out at the first use.
 
     Put its path in PYTHONPATH to run it. Never patched: copies are made with `link_tree`.
     """
-    folder = ROOT / "build" / "stock" / base.name
+    wheel = base.wheel(device)
+    folder = ROOT / "build" / "stock" / f"{base.name}-{wheel.device}"
     if not folder.exists():
         scratch = scratch_beside(folder)
-        lay_out(base, base.wheel(), scratch, native=True)
+        lay_out(base, wheel, scratch, native=True)
         move_into_place(scratch, folder)
     return folder
 

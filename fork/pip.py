@@ -55,5 +55,7 @@ def offers(distribution: str, version: str) -> bool:
 
 
 def install(*args: str) -> None:
-    """pip install `args` into the environment of the running interpreter."""
-    run("install", "--quiet", *args)
+    """pip install `args` into the environment of the running interpreter, showing on stderr what pip says."""
+    command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "install", *args]
+    if subprocess.run(command, stdout=sys.stderr).returncode:
+        raise ForkError(f"pip could not install {args[-1]}; its reason is above")

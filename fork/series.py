@@ -76,6 +76,8 @@ def load_series(root: Path = ROOT) -> list[Patch]:
     patch that depends on one that does not come before it.
     """
     folder = root / "patches"
+    if not (folder / "series").is_file():
+        raise ForkError("patches/series is missing; it names the patches in order, one a line")
     names = [line.strip() for line in (folder / "series").read_text().splitlines() if line.strip()]
     there = {path.name for path in folder.iterdir() if path.is_dir()}
     for name in names:

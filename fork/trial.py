@@ -20,11 +20,12 @@ HELP = "run the tests of each patch on each base; with --drop, without the patch
 
 @dataclass(frozen=True)
 class Counts:
-    """What pytest counted in one run."""
+    """What pytest counted in one run, and the end of what it said."""
 
     passed: int
     failed: int
     skipped: int
+    said: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
                 {"patch": patch.name, "base": base.name, "dropped": args.drop, "passed": counts.passed}
                 | {"failed": counts.failed, "skipped": counts.skipped, "verdict": "as it must" if good else "WRONG"}
             )
+            if not good:
+                print(counts.said, file=sys.stderr)
             if not args.json:
                 print(f"{base.name}: {patch.name}: {counts.passed} passed, {counts.failed} failed", flush=True)
     show(Table("trial", rows, ("patch", "base", "dropped", "passed", "failed", "skipped", "verdict")), args.json)
@@ -88,10 +91,10 @@ def _pytest(base: Base, changed: dict[str, bytes], tests: tuple[str, ...]) -> Co
         done = subprocess.run(
             [*command, f"--junitxml={report}", *paths], cwd=scratch, env=env, capture_output=True, text=True
         )
+        said = (done.stdout + done.stderr)[-6000:]
         if not report.exists():
-            print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
-            return Counts(0, 1, 0)
+            return Counts(0, 1, 0, said)
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
         count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
         failed = count["failures"] + count["errors"]
-        return Counts(count["tests"] - failed - count["skipped"], failed, count["skipped"])
+        return Counts(count["tests"] - failed - count["skipped"], failed, count["skipped"], said)

@@ -1,0 +1,1 @@
+"""Side-by-side measurements of the fork and the untouched base."""
