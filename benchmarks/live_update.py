@@ -32,6 +32,10 @@ from rich.table import Table
 
 from benchmarks import tiny_gpt_oss
 from benchmarks.vllm_server import Server, ServerError, serve
+from fork.bases import find_base
+from fork.errors import ForkError
+from fork.files import stock_tree
+from fork.wheel import default_device
 
 VOCABULARY = tiny_gpt_oss.VOCABULARY
 GENERATED_TOKENS = 16
@@ -243,18 +247,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line and run; a signal that ends the program stops its servers first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.live_update", description=str(__doc__).split("\n")[0])
     add = parser.add_argument
-    add("--stock", type=Path, default="build/stock", help="folder that holds the untouched base (%(default)s)")
+    add("--stock", type=Path, help="folder that holds the untouched base; without it one is laid out under build/stock")
     add("--out", type=Path, default="build", help="folder for demo.json, checkpoints and logs (%(default)s)")
     options = parser.parse_args(arguments)
-    stock, out = options.stock.resolve(), options.out.resolve()
-    if not (stock / "vllm" / "__init__.py").is_file():
-        print(f"--stock {stock} holds no vllm package: lay out the untouched base there first", file=sys.stderr)
+    out = options.out.resolve()
+    if options.stock and not (options.stock / "vllm" / "__init__.py").is_file():
+        print(f"--stock {options.stock} holds no vllm package; leave it out to lay out the base", file=sys.stderr)
         return 2
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit_on)
     try:
-        return run(stock, out)
-    except (ServerError, OSError) as error:
+        stock = options.stock or stock_tree(find_base(None), default_device())
+        return run(stock.resolve(), out)
+    except (ServerError, ForkError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
 
