@@ -44,7 +44,9 @@ def show(table: Table, as_json: bool) -> None:
     for row in table.rows:
         cells = (str(row.get(column, "")) for column in table.columns)
         out.add_row(*(f"[{_COLOURS[cell]}]{cell}[/]" if cell in _COLOURS else escape(cell) for cell in cells))
-    Console().print(out)
+    # Where the output is no terminal, as in a log, it has no width to fit.
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(out)
 
 
 def say(message: str, payload: Row, as_json: bool) -> None:
