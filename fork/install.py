@@ -36,8 +36,9 @@ def install(args: argparse.Namespace) -> Path:
         raise ForkError(f"{other} is installed here and owns the same files; `pip uninstall {other.split()[0]}` first")
     wheel = build(base, device, ROOT / "build" / "wheels")
     pip.install(*_torch_index(wheel), str(wheel))
-    # The version alone does not say which patches are in it, so pip would keep an older build of the same version.
-    pip.install("--force-reinstall", "--no-deps", str(wheel))
+    if other:
+        # The version alone does not say which patches are in it, so pip keeps an older build of the same version.
+        pip.install("--force-reinstall", "--no-deps", str(wheel))
     return wheel
 
 
@@ -48,11 +49,8 @@ def _torch_index(wheel: Path) -> list[str]:
     for requirement in wanted:
         exact = re.fullmatch(r"==(\S+\+cpu)", str(requirement.specifier))
         if requirement.name == "torch" and exact and (not requirement.marker or requirement.marker.evaluate()):
-            return (
-                []
-                if _has("torch", exact[1]) or pip.offers("torch", exact[1])
-                else ["--extra-index-url", TORCH_CPU_INDEX]
-            )
+            at_hand = _has("torch", exact[1]) or pip.offers("torch", exact[1])
+            return [] if at_hand else ["--extra-index-url", TORCH_CPU_INDEX]
     return []
 
 
