@@ -49,7 +49,7 @@ def test_a_patch_without_a_title_is_found(git_repo):
 
 def test_a_fix_that_belongs_in_an_overlay_file_is_found(git_repo):
     path = next((git_repo / "patches" / PATCH / "edits").glob("*.yml"))
-    path.write_text(path.read_text().rstrip() + "\n" + "".join(f"  x = {n}\n" for n in range(20)))
+    path.write_text(path.read_text().replace("fix: |-\n", "fix: |-\n" + "".join(f"  x = {n}\n" for n in range(16)), 1))
     assert any(check == "rules" and where.startswith(f"patches/{PATCH}/edits/") for check, where in _found(git_repo))
 
 
