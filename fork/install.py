@@ -35,10 +35,10 @@ def install(args: argparse.Namespace) -> Path:
     if other and "+reload." not in other:
         raise ForkError(f"{other} is installed here and owns the same files; `pip uninstall {other.split()[0]}` first")
     wheel = build(base, device, ROOT / "build" / "wheels")
-    pip.install(*_torch_index(wheel), str(wheel))
+    pip.install(*(["--quiet"] if other else []), *_torch_index(wheel), str(wheel))
     if other:
         # The version alone does not say which patches are in it, so pip keeps an older build of the same version.
-        pip.install("--force-reinstall", "--no-deps", str(wheel))
+        pip.install("--quiet", "--force-reinstall", "--no-deps", str(wheel))
     return wheel
 
 
