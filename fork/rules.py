@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -76,6 +76,8 @@ def _rule(name: str, raw: object) -> Rule:
     targets = (targets,) if isinstance(targets, str) else tuple(targets or ())
     if not targets:
         raise ForkError(f"{name} has no target; name the file or files it is for")
+    for target in targets:
+        check_path(target, name)
     matches = raw.get("matches")
     if type(matches) is not int or matches < 1:
         raise ForkError(f"{name} has no match count; `matches` says how often it matches in each target")
@@ -90,6 +92,13 @@ def _rule(name: str, raw: object) -> Rule:
     text = fix["template"] if isinstance(fix, dict) else fix
     new_lines = sum(1 for line in text.splitlines() if line.strip() and not line.strip().startswith("$"))
     return Rule(name, targets, matches, bases, yaml.safe_dump(query), "fix" in raw, new_lines)
+
+
+def check_path(path: object, where: str) -> None:
+    """Raise ForkError, naming `where` it stands, for a path that is not one of a file inside a vLLM tree."""
+    inside = isinstance(path, str) and path.startswith(("vllm/", "tests/")) and path == str(PurePosixPath(path))
+    if not inside or ".." in PurePosixPath(str(path)).parts:
+        raise ForkError(f"{where} names {path!r}, which is no file below vllm/ or tests/")
 
 
 def find(rule: Rule, text: bytes) -> list[Match]:

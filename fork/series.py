@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from fork import ROOT
 from fork.errors import ForkError, UsageError
-from fork.rules import Rule, load_rules
+from fork.rules import Rule, check_path, load_rules
 
 #: Why a patch may be carried at all; nothing else is a reason.
 REASONS = ("wrong-result", "unsafe-address", "silent-failure", "slow", "tooling")
@@ -138,6 +138,8 @@ def _read_header(folder: Path) -> Patch:
     for key in _LISTS:
         if not isinstance(raw.get(key), list) or not all(isinstance(item, str) for item in raw[key]):
             raise ForkError(f"{where} lacks the list of texts {key!r}")
+    for path in (*raw["adds"], *raw["tests"]):
+        check_path(path, where)
     if raw["why"] not in REASONS:
         raise ForkError(f"{where} says why = {raw['why']!r}; the reasons are {', '.join(REASONS)}")
     forwarded = raw["forwarded"]

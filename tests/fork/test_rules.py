@@ -62,6 +62,8 @@ def test_an_empty_fix_takes_the_whole_line_but_never_a_neighbour(tmp_path):
         (("matches: 1", "matches: 0"), "no match count"),
         (("matches: 1", "matches: yes"), "no match count"),
         (("target: vllm/x.py\n", ""), "no target"),
+        (("vllm/x.py", "vllm/../../x.py"), "no file below vllm/ or tests/"),
+        (("vllm/x.py", "/etc/passwd"), "no file below vllm/ or tests/"),
         (("rule: {pattern: old($A)}\n", ""), "no rule"),
         (("language", "langauge"), "unknown key 'langauge'"),
         (("matches: 1", "matches: 1\nbases: newer"), "version specifier that is none: 'newer'"),

@@ -69,6 +69,7 @@ def test_a_doubled_name_is_refused(repo):
         (("title = ", "titel = "), "unknown key 'titel'"),
         (("depends = []", 'depends = ["nothing"]'), "depends on 'nothing'"),
         (('why = "wrong-result"\n', ""), "lacks the text 'why'"),
+        (('adds = ["tests/', 'adds = ["tests/../../'), "no file below vllm/ or tests/"),
         (("depends = []", "depends = [1]"), "lacks the list of texts 'depends'"),
         (("depends = []", "depends = ["), "is not TOML"),
         (('bases = "', 'bases = "about '), "version specifier that is none"),
