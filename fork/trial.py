@@ -15,7 +15,7 @@ from fork.evaluate import ALREADY_UPSTREAM, APPLIED, Result, changes, evaluate, 
 from fork.report import Table, show
 from fork.series import Patch, find_patch, load_series, without
 
-HELP = "run the tests of each patch on each base; with --drop, without the patch, where they must fail"
+HELP = "run the tests of each patch on each base; with --drop, without the patch, where each must fail"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Counts:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("patch", nargs="*", help="these patches only")
     parser.add_argument("--base", metavar="NAME", action="append", help="on this base only (repeatable)")
-    parser.add_argument("--drop", action="store_true", help="without the patch: its tests must go red")
+    parser.add_argument("--drop", action="store_true", help="without the patch: each of its test files must go red")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,17 +48,19 @@ def run(args: argparse.Namespace) -> int:
             tree = _changed(patch, series, base, results, args.drop)
             if tree is None:
                 continue
-            counts = _pytest(base, tree, patch.tests)
-            good = counts.failed > 0 if args.drop else counts.failed == 0 and counts.passed > 0
-            rows.append(
-                {"patch": patch.name, "base": base.name, "dropped": args.drop, "passed": counts.passed}
-                | {"failed": counts.failed, "skipped": counts.skipped, "verdict": "as it must" if good else "WRONG"}
-            )
-            if not good:
-                print(counts.said, file=sys.stderr)
-            if not args.json:
-                print(f"{base.name}: {patch.name}: {counts.passed} passed, {counts.failed} failed", flush=True)
-    show(Table("trial", rows, ("patch", "base", "dropped", "passed", "failed", "skipped", "verdict")), args.json)
+            for test in patch.tests:
+                counts = _pytest(base, tree, test)
+                good = counts.failed > 0 if args.drop else counts.failed == 0 and counts.passed > 0
+                rows.append(
+                    {"patch": patch.name, "base": base.name, "dropped": args.drop, "test": test}
+                    | {"passed": counts.passed, "failed": counts.failed, "skipped": counts.skipped}
+                    | {"verdict": "as it must" if good else "WRONG"}
+                )
+                if not good:
+                    print(counts.said, file=sys.stderr)
+                if not args.json:
+                    print(f"{base.name}: {test}: {counts.passed} passed, {counts.failed} failed", flush=True)
+    show(Table("trial", rows, ("patch", "base", "test", "passed", "failed", "skipped", "verdict")), args.json)
     return int(not rows or any(row["verdict"] == "WRONG" for row in rows))
 
 
@@ -80,16 +82,15 @@ def _changed(
     return None
 
 
-def _pytest(base: Base, changed: dict[str, bytes], tests: tuple[str, ...]) -> Counts:
-    """Run `tests` of the repository on `base` with `changed` in it; a file that does not even load counts as failed."""
+def _pytest(base: Base, changed: dict[str, bytes], test: str) -> Counts:
+    """Run one test file of the repository on `base` with `changed` in it; one that does not load counts as failed."""
     with tempfile.TemporaryDirectory() as scratch:
         tree, report = Path(scratch, "tree"), Path(scratch, "report.xml")
         files.link_tree(files.stock_tree(base), tree, changed)
         env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-        paths = [str(ROOT / path) for path in tests]
         done = subprocess.run(
-            [*command, f"--junitxml={report}", *paths], cwd=scratch, env=env, capture_output=True, text=True
+            [*command, f"--junitxml={report}", str(ROOT / test)], cwd=scratch, env=env, capture_output=True, text=True
         )
         said = (done.stdout + done.stderr)[-6000:]
         if not report.exists():
