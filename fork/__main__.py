@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 
 from fork.errors import ForkError
@@ -23,14 +25,30 @@ def main(argv: list[str] | None = None) -> int:
         verb.add_argument("--json", action="store_true", help="print JSON")
         verb.set_defaults(run=module.run)
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _end)
     try:
         return int(args.run(args))
     except ForkError as error:
         print(f"fork: {error}", file=sys.stderr)
         return error.status
+    except BrokenPipeError:
+        # Whoever read the output has enough; point it away, or Python complains once more when it closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(
+            f"fork: {error.filename or 'the system'}: {error.strerror or error}; mend that and try again",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         print("fork: interrupted", file=sys.stderr)
         return 130
+
+
+def _end(number: int, _frame: object) -> None:
+    """End as an error does, so that half-written folders are removed and half-patched trees restored."""
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

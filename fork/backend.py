@@ -24,7 +24,7 @@ def build_wheel(
                 "without installing it: `python -m fork build`"
             )
         return build(find_base(None), default_device(), Path(wheel_directory)).name
-    except ForkError as error:
+    except (ForkError, OSError) as error:
         sys.exit(f"fork: {error}")
 
 

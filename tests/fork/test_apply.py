@@ -155,12 +155,15 @@ def test_a_killed_run_is_seen_refused_and_taken_back(fork, tree):
     assert snapshot(tree) == before
 
 
-def test_ctrl_c_while_writing_takes_everything_back(tree):
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "fork: interrupted\n"), (signal.SIGTERM, 143, "")]
+)
+def test_an_interrupt_while_writing_takes_everything_back(tree, number, status, said):
     before = snapshot(tree)
     run = _slow_apply(tree, 2)
-    run.send_signal(signal.SIGINT)
+    run.send_signal(number)
     _, err = run.communicate(timeout=60)
-    assert run.returncode == 130 and err == "fork: interrupted\n"
+    assert (run.returncode, err) == (status, said)
     assert snapshot(tree) == before
 
 

@@ -1,5 +1,8 @@
 """The command line: every verb is there, says what it does, and ends with a meaningful exit status."""
 
+import subprocess
+import sys
+
 import pytest
 from support import run_fork
 
@@ -25,6 +28,20 @@ def test_bad_usage_ends_with_status_2(fork, args):
 def test_the_verbs_that_change_one_base_take_base_and_json(fork):
     for verb in ("status", "lint", "apply", "revert", "tree", "export", "build"):
         assert "--base" in fork(verb, "--help").out
+
+
+def test_what_the_system_refuses_is_one_line_too(fork, tmp_path):
+    (tmp_path / "file").write_text("")
+    fork("status", VLLM_FORK_CACHE=str(tmp_path / "file" / "cache")).refuses("Not a directory")
+    fork("tree", "--out", tmp_path / "new", PATH=str(tmp_path)).refuses("git: No such file or directory")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_reader_that_has_enough_is_no_error_of_ours():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m fork bases --json | head -1"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("[\n", "")
 
 
 def test_a_missing_series_is_one_line(repo):
