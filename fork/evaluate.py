@@ -106,7 +106,7 @@ def _edit(
             continue
         for target in rule.targets:
             pristine = read(target)
-            text = files.get(target) or state.get(target) or pristine
+            text = next((held for held in (files.get(target), state.get(target)) if held is not None), pristine)
             if text is None:
                 raise _Failure(TARGET_MISSING, f"{rule.name} is for {target}, which this tree does not have")
             found = _matches(rule, target, text)
@@ -162,6 +162,13 @@ def _matches(rule: Rule, target: str, text: bytes) -> list[Match]:
 
 def _check_lock(patch: Patch, version: Version, regions: Regions) -> None:
     lock = read_lock(patch.folder).get(str(version), {})
+    for target, names in lock.items():
+        for name in names:
+            if name not in regions.get(target, {}):
+                raise _Failure(
+                    REGION_CHANGED,
+                    f"{target}: {name} is in the lock but no edit touches it; restore it, or `python -m fork lock`",
+                )
     for target, names in regions.items():
         for name, digest in names.items():
             held = lock.get(target, {}).get(name)

