@@ -10,7 +10,7 @@ from packaging.version import Version
 from fork import ROOT
 from fork.errors import ForkError
 from fork.region import MODULE, Regions, read_lock, touched
-from fork.rules import Match, Rule, find, rewrite
+from fork.rules import Match, Rule, find, overlap, rewrite
 from fork.series import Patch
 
 APPLIED = "applied"
@@ -110,19 +110,21 @@ def _edit(
             if text is None:
                 raise _Failure(TARGET_MISSING, f"{rule.name} is for {target}, which this tree does not have")
             found = _matches(rule, target, text)
+            names = regions.setdefault(target, {})
             for match in found:
-                name, digest = touched(text, match, pristine or text)
-                names = regions.setdefault(target, {})
-                names[f"{name}#{len(names)}" if name == MODULE else name] = digest
+                for name, digest in touched(text, match, pristine or text).items():
+                    names[f"{name}#{len(names)}" if name == MODULE else name] = digest
             files[target] = rewrite(text, found)
-    for target, text in files.items():
-        try:
-            ast.parse(text)
-        except SyntaxError as error:
-            raise ForkError(
-                f"{rules[0].name.split('#')[0]} leaves {target} broken: line {error.lineno}: {error.msg}"
-            ) from None
+            _must_parse(files[target], rule, target)
     return files, regions
+
+
+def _must_parse(text: bytes, rule: Rule, target: str) -> None:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        line = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        raise ForkError(f"{rule.name} leaves {target} broken: {line}") from None
 
 
 def regress(patch: Patch, version: Version, read: Reader) -> dict[str, bytes]:
@@ -157,6 +159,8 @@ def _matches(rule: Rule, target: str, text: bytes) -> list[Match]:
         raise _Failure(ANCHOR_MISSING, f"{rule.name} matches nothing in {target}")
     if len(found) != rule.matches:
         raise _Failure(ANCHOR_COUNT, f"{rule.name} matches {len(found)} times in {target}, not {rule.matches}")
+    if rule.rewrites and overlap(found):
+        raise _Failure(ANCHOR_COUNT, f"{rule.name} matches places of {target} that overlap; write one rule for each")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Regions: the function an edit touches, and the lock that holds its hash on every base.
+"""Regions: the functions an edit touches, and the lock that holds its hash on every base.
 
 A rule may still match after upstream rewrote the function around it. The lock turns that into a named outcome: it
 holds, for each base version, the sha256 of each touched function as that version has it. Hashes only, never text.
@@ -10,6 +10,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
+from fork.errors import ForkError
 from fork.rules import Match
 
 #: What one patch touches on one base: target path -> qualified name -> sha256 in hex.
@@ -21,26 +22,27 @@ MODULE = "<module>"
 _DEFS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def touched(text: bytes, match: Match, pristine: bytes) -> tuple[str, str]:
-    """(qualified name, sha256) of the innermost function around `match` in `text`, hashed as it is in `pristine`.
+def touched(text: bytes, match: Match, pristine: bytes) -> dict[str, str]:
+    """Name -> sha256 of each definition that `match` touches in `text`, hashed as it is in `pristine`.
 
-    A match outside every function is its own region: the name is `MODULE` and the hash that of the matched text.
+    These are the innermost function around all that is matched and cut, and every definition that is cut whole or in
+    part. A match outside every definition is its own region: the name is `MODULE` and the hash that of its text.
     """
-    first = text.count(b"\n", 0, match.start) + 1
-    last = text.count(b"\n", 0, match.end) + 1
-    around = [
-        name
-        for name, start, end, is_class in _definitions(text)
-        if start <= first and last <= end and not (is_class and (start, end) != (first, last))
+    start, end = match.span
+    first = text.count(b"\n", 0, start) + 1
+    last = text.count(b"\n", 0, end) + 1
+    near = [
+        (name, from_line <= first and last <= to_line and (from_line, to_line) != (first, last), is_class)
+        for name, from_line, to_line, is_class in _definitions(text)
+        if from_line <= last and first <= to_line
     ]
-    if not around:
-        return MODULE, hashlib.sha256(text[match.start : match.end]).hexdigest()
-    name = around[-1]
+    around = [name for name, is_around, is_class in near if is_around and not is_class][-1:]
+    names = around + [name for name, is_around, _ in near if not is_around]
+    if not names:
+        return {MODULE: hashlib.sha256(text[start:end]).hexdigest()}
     lines = pristine.splitlines(keepends=True)
-    body = b"".join(
-        b"".join(lines[start - 1 : end]) for found, start, end, _ in _definitions(pristine) if found == name
-    )
-    return name, hashlib.sha256(body).hexdigest()
+    held = {name: b"".join(lines[at - 1 : to]) for name, at, to, _ in _definitions(pristine)}
+    return {name: hashlib.sha256(held.get(name, b"")).hexdigest() for name in names}
 
 
 @lru_cache(maxsize=64)
@@ -63,9 +65,19 @@ def _definitions(text: bytes) -> tuple[tuple[str, int, int, bool], ...]:
 
 
 def read_lock(folder: Path) -> dict[str, Regions]:
-    """The lock of the patch in `folder`: base version -> regions. Empty where there is none."""
+    """The lock of the patch in `folder`: base version -> regions. Empty where there is none.
+
+    Raises ForkError for a file that is no lock.
+    """
     path = folder / "lock.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        lock = json.loads(path.read_bytes()) if path.exists() else {}
+        for target, names in ((target, names) for regions in lock.values() for target, names in regions.items()):
+            if not all(isinstance(text, str) for text in (target, *names, *names.values())):
+                raise TypeError
+    except (ValueError, TypeError, AttributeError):
+        raise ForkError(f"patches/{folder.name}/lock.json is no lock; `python -m fork lock` writes a new one") from None
+    return lock
 
 
 def write_lock(folder: Path, lock: dict[str, Regions]) -> None:

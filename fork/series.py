@@ -1,16 +1,17 @@
 """The patch series: which patches there are, in what order, and what each header says."""
 
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from fork import ROOT
 from fork.errors import ForkError, UsageError
-from fork.rules import Rule, check_path, load_rules
+from fork.rules import Rule, check_path, load_rules, read_text, specifier
 
 #: Why a patch may be carried at all; nothing else is a reason.
 REASONS = ("wrong-result", "unsafe-address", "silent-failure", "slow", "tooling")
@@ -59,7 +60,7 @@ class Patch:
     @property
     def message(self) -> str:
         """The pull request's title and text, as a commit message."""
-        title, _, body = (self.folder / "PR.md").read_text().partition("\n")
+        title, _, body = read_text(self.folder / "PR.md", f"patches/{self.name}/PR.md").partition("\n")
         return f"{title.removeprefix('#').strip()}\n\n{body.strip()}\n"
 
     def needed_on(self, version: Version) -> bool:
@@ -78,9 +79,11 @@ def load_series(root: Path = ROOT) -> list[Patch]:
     folder = root / "patches"
     if not (folder / "series").is_file():
         raise ForkError("patches/series is missing; it names the patches in order, one a line")
-    names = [line.strip() for line in (folder / "series").read_text().splitlines() if line.strip()]
+    names = [line.strip() for line in read_text(folder / "series", "patches/series").splitlines() if line.strip()]
     there = {path.name for path in folder.iterdir() if path.is_dir()}
     for name in names:
+        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+            raise ForkError(f"patches/series names {name!r}; the name of a patch is small letters, digits and dashes")
         if name not in there:
             raise ForkError(
                 f"patches/series names {name!r} but patches/{name} is missing; add the folder or the line goes"
@@ -122,7 +125,7 @@ def without(series: list[Patch], dropped: set[str]) -> list[Patch]:
 def _read_header(folder: Path) -> Patch:
     where = f"patches/{folder.name}/patch.toml"
     try:
-        raw = tomllib.loads((folder / "patch.toml").read_text())
+        raw = tomllib.loads(read_text(folder / "patch.toml", where))
     except FileNotFoundError:
         raise ForkError(f"{where} is missing; every patch has a header") from None
     except tomllib.TOMLDecodeError as error:
@@ -140,6 +143,9 @@ def _read_header(folder: Path) -> Patch:
             raise ForkError(f"{where} lacks the list of texts {key!r}")
     for path in (*raw["adds"], *raw["tests"]):
         check_path(path, where)
+    request = folder / "PR.md"
+    if not request.is_file() or not re.match(r"# \S", read_text(request, f"patches/{folder.name}/PR.md")):
+        raise ForkError(f"patches/{folder.name}/PR.md must start with a `# title`; the pull request's text follows it")
     if raw["why"] not in REASONS:
         raise ForkError(f"{where} says why = {raw['why']!r}; the reasons are {', '.join(REASONS)}")
     forwarded = raw["forwarded"]
@@ -159,11 +165,3 @@ def _read_header(folder: Path) -> Patch:
         tests=tuple(raw["tests"]),
         depends=tuple(raw["depends"]),
     )
-
-
-def specifier(text: str, where: str) -> SpecifierSet:
-    """`text` as a version specifier; ForkError names `where` it stands when it is none."""
-    try:
-        return SpecifierSet(text)
-    except InvalidSpecifier:
-        raise ForkError(f"{where} has a version specifier that is none: {text!r}") from None

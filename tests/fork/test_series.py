@@ -73,11 +73,39 @@ def test_a_doubled_name_is_refused(repo):
         (("depends = []", "depends = [1]"), "lacks the list of texts 'depends'"),
         (("depends = []", "depends = ["), "is not TOML"),
         (('bases = "', 'bases = "about '), "version specifier that is none"),
+        (("depends = []", "depends = []\nupstreamed-in = 5"), "version specifier that is none"),
     ],
 )
 def test_a_header_outside_the_closed_lists_is_refused(repo, change, words):
     _edit(repo / "patches" / PATCH / "patch.toml", *change)
     run_fork(repo, "status").refuses(f"patches/{PATCH}", words)
+
+
+def test_a_patch_without_the_text_of_its_pull_request_is_refused(repo):
+    text = repo / "patches" / PATCH / "PR.md"
+    text.write_text("no title\n")
+    run_fork(repo, "status").refuses(f"patches/{PATCH}/PR.md", "# title")
+    text.unlink()
+    run_fork(repo, "export", "--out", repo / "mails").refuses(f"patches/{PATCH}/PR.md", "# title")
+
+
+def test_a_name_that_would_not_make_a_branch_or_a_tag_is_refused(repo):
+    (repo / "patches" / PATCH).rename(repo / "patches" / "A..b")
+    series = repo / "patches" / "series"
+    series.write_text(series.read_text().replace(PATCH, "A..b"))
+    run_fork(repo, "status").refuses("'A..b'", "small letters, digits and dashes")
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{", b"\xff", b'{"0.32.0": []}', b'{"0.32.0": {"vllm/a.py": {"f": 1}}}'])
+def test_a_lock_that_is_none_is_refused(repo, text):
+    (repo / "patches" / PATCH / "lock.json").write_bytes(text)
+    for verb in ("status", "lock"):
+        run_fork(repo, verb).refuses(f"patches/{PATCH}/lock.json")
+
+
+def test_a_header_that_is_no_text_is_refused(repo):
+    (repo / "patches" / PATCH / "patch.toml").write_bytes(b"\xff")
+    run_fork(repo, "status").refuses(f"patches/{PATCH}/patch.toml is not UTF-8 text")
 
 
 def test_a_patch_without_a_header_is_refused(repo):
