@@ -41,8 +41,12 @@ def touched(text: bytes, match: Match, pristine: bytes) -> dict[str, str]:
     if not names:
         return {MODULE: hashlib.sha256(text[start:end]).hexdigest()}
     lines = pristine.splitlines(keepends=True)
-    held = {name: b"".join(lines[at - 1 : to]) for name, at, to, _ in _definitions(pristine)}
-    return {name: hashlib.sha256(held.get(name, b"")).hexdigest() for name in names}
+    # A name may be defined more than once, as overloads are: the region is all of them.
+    held = {name: b"" for name in names}
+    for name, at, to, _ in _definitions(pristine):
+        if name in held:
+            held[name] += b"".join(lines[at - 1 : to])
+    return {name: hashlib.sha256(body).hexdigest() for name, body in held.items()}
 
 
 @lru_cache(maxsize=64)

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,10 @@ def test_the_lock_covers_every_definition_that_an_edit_touches_or_deletes(match,
     if MODULE not in names:
         changed = touched(TWO, Match(start, start + len(match), (cut_at, cut_at + len(cut)), b""), b"")
         assert all(found[name] != changed[name] for name in names)
+
+
+def test_the_region_of_a_name_defined_twice_is_both_definitions():
+    text = b"def f(a): ...\ndef f(b):\n    return b\n"
+    at = text.index(b"return b")
+    (digest,) = touched(text, Match(at, at + 8, (at, at + 8), b""), text).values()
+    assert digest == hashlib.sha256(text).hexdigest()
