@@ -4,6 +4,8 @@ PY := .venv/bin/python
 # `$(call requirements,GROUP)` prints what pyproject.toml lists there.
 requirements = $$($(PYTHON) -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
 	print(*(p['build-system'] | p['dependency-groups'])['$(1)'])")
+# Named after what chooses the wheel, so that another choice is another target.
+INSTALLED := .venv/installed-$(VLLM_FORK_BASE)-$(VLLM_TARGET_DEVICE)
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 
 # The wheel depends on all of these.
@@ -11,9 +13,13 @@ SOURCES := pyproject.toml $(shell find fork patches vllm -type f -not -path '*/_
 
 .PHONY: setup demo test lint drop clean
 
-setup: .venv/installed
+setup: $(INSTALLED)
 
-.venv/installed: $(SOURCES)
+# An environment of another choice goes, once the new wheel is built: a torch for CPUs would satisfy a CUDA wheel too.
+$(INSTALLED): $(SOURCES)
+	@$(PYTHON) -c 'import tomllib' 2>/dev/null || \
+		{ echo "$(PYTHON) is no Python 3.11 or later; name one: make setup PYTHON=..." >&2; exit 1; }
+	$(if $(filter-out $@,$(wildcard .venv/installed*)),$(PY) -m fork build && rm -rf .venv)
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PIP_INSTALL) $(call requirements,requires)
 	$(PIP_INSTALL) $(call requirements,dev)
@@ -29,7 +35,6 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	$(PY) -m fork lint
-	$(PY) -m fork docs --check
 
 test: lint
 	$(PY) -m fork status

@@ -19,7 +19,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fork", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name in VERBS:
-        module = importlib.import_module(f"fork.{name}")
+        try:
+            module = importlib.import_module(f"fork.{name}")
+        except ModuleNotFoundError as error:
+            if str(error.name).startswith("fork."):
+                raise
+            print(f"fork: {error.name} is not installed; `make setup`, then run .venv/bin/python", file=sys.stderr)
+            return 1
         verb = verbs.add_parser(name, help=module.HELP, description=module.__doc__)
         module.add_arguments(verb)
         verb.add_argument("--json", action="store_true", help="print JSON")

@@ -1,9 +1,10 @@
-"""Apply the series to a tree on disk: all of it or nothing."""
+"""Apply the series to a tree on disk; what fails is taken back."""
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
-from fork import ROOT, files
+from fork import ROOT, files, journal
 from fork.bases import Base, Wheel, find_base
 from fork.errors import ForkError
 from fork.evaluate import APPLIED, changes, evaluate
@@ -20,14 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tree",
         metavar="DIR",
         type=Path,
-        help="the folder that holds vllm/; without it build/trees/BASE, laid out first",
+        help="the folder that holds vllm/; without it build/trees/BASE-DEVICE, laid out first",
     )
 
 
 def target(args: argparse.Namespace) -> tuple[Base, Wheel, Path]:
     """The base, its wheel, and the tree that `--base`, `--device` and `--tree` name."""
     base = find_base(args.base)
-    return base, base.wheel(args.device), args.tree or ROOT / "build" / "trees" / base.name
+    wheel = base.wheel(args.device)
+    return base, wheel, args.tree or ROOT / "build" / "trees" / f"{base.name}-{wheel.device}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,11 +40,10 @@ def run(args: argparse.Namespace) -> int:
     if not tree.exists():
         if args.tree:
             raise ForkError(f"{tree} is not there; name a vLLM tree with --tree, or leave it out to lay one out")
-        scratch = files.scratch_beside(tree)
-        files.lay_out(base, wheel, scratch, native=False)
-        files.move_into_place(scratch, tree)
+        with suppress(files.OvertakenError), files.laid_out(tree) as scratch:
+            files.lay_out(base, wheel, scratch, native=False)
     applied = [result.patch.name for result in results if result.outcome == APPLIED]
-    changed = files.patch_tree(tree, base, applied, pristine, final)
+    changed = journal.patch_tree(tree, base, pristine, final)
     payload = {
         "base": base.name,
         "tree": str(tree),

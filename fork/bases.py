@@ -7,6 +7,7 @@ import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -46,9 +47,10 @@ class Wheel:
             pip.download(self.distribution, self.version, self.file, self.sha256, path.parent)
         found = _sha256(path)
         if found != self.sha256:
+            mend = f"python -m fork bases --fetch {self.version} --device {self.device}"
             raise ForkError(
                 f"wrong hash: {path} has sha256 {found[:12]}.., {path.stat().st_size} bytes, but fork/bases.toml pins "
-                f"{self.sha256[:12]}..; fetch it again with `python -m fork bases --fetch {self.version}`"
+                f"{self.sha256[:12]}..; fetch it again with `{mend}`"
             )
         return path
 
@@ -70,6 +72,11 @@ class Base:
     why: str
     wheels: dict[str, Wheel]
     kernels: Wheel | None = None
+
+    @property
+    def made_from(self) -> list[Wheel]:
+        """Every wheel it needs, that of the kernels too."""
+        return [*self.wheels.values(), *([self.kernels] if self.kernels else [])]
 
     @property
     def tests_only(self) -> bool:
@@ -97,18 +104,23 @@ def cache_folder() -> Path:
 
 
 def load_bases() -> dict[str, Base]:
-    """Every base by name, in the order of bases.toml."""
-    raw = tomllib.loads(Path(__file__).with_name("bases.toml").read_text())["bases"]
+    """Every base by name, in the order of bases.toml. Raises ForkError where that file is broken."""
     bases: dict[str, Base] = {}
-    for name, entry in raw.items():
-        if "kernels" in entry:
-            source = bases[entry["python"]]
-            kernels = bases[entry["kernels"]].wheel("cpu")
-            bases[name] = Base(name, source.version, entry["why"], source.wheels, kernels)
-        else:
-            wheels = {dev: Wheel(device=dev, **entry[dev]) for dev in ("cpu", "cuda") if dev in entry}
-            bases[name] = Base(name, Version(name), entry["why"], wheels)
+    try:
+        for name, entry in tomllib.loads(Path(__file__).with_name("bases.toml").read_text())["bases"].items():
+            bases[name] = _base(name, entry, bases)
+    except (KeyError, TypeError, ValueError) as error:
+        where = f"fork/bases.toml, after base {next(reversed(bases), 'none')}"
+        raise ForkError(f"{where}: {type(error).__name__}: {error}; its first lines say what a base has") from None
     return bases
+
+
+def _base(name: str, entry: dict[str, Any], bases: dict[str, Base]) -> Base:
+    if "kernels" in entry:
+        source = bases[entry["python"]]
+        return Base(name, source.version, entry["why"], source.wheels, bases[entry["kernels"]].wheel("cpu"))
+    wheels: dict[str, Wheel] = {dev: Wheel(device=dev, **entry[dev]) for dev in ("cpu", "cuda") if dev in entry}
+    return Base(name, Version(name), entry["why"], wheels)
 
 
 def find_base(name: str | None) -> Base:
@@ -126,17 +138,20 @@ def _sha256(path: Path) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fetch", metavar="NAME", help="fetch and verify the wheels of this base")
-    parser.add_argument("--base", metavar="NAME", help="list this base only")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--fetch", metavar="NAME", help="fetch and verify the wheels of this base")
+    one.add_argument("--base", metavar="NAME", help="list this base only")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="only the wheels for this device")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.fetch:
-        base = find_base(args.fetch)
-        for wheel in {*base.wheels.values(), *([base.kernels] if base.kernels else [])}:
-            wheel.fetch(again=True)
-    only = args.base or args.fetch
-    chosen = [find_base(only)] if only else list(load_bases().values())
+    only = args.fetch or args.base
+    bases = [find_base(only)] if only else list(load_bases().values())
+    chosen = [(base, wheel) for base in bases for wheel in base.made_from if args.device in (None, wheel.device)]
+    if only and not chosen:
+        bases[0].wheel(args.device)  # raises, and says which it has
+    for _, wheel in chosen if args.fetch else ():
+        wheel.fetch(again=True)
     rows = [
         {
             "base": base.name,
@@ -149,8 +164,7 @@ def run(args: argparse.Namespace) -> int:
             "tests_only": base.tests_only,
             "why": base.why,
         }
-        for base in chosen
-        for wheel in base.wheels.values()
+        for base, wheel in chosen
     ]
     show(Table("bases", rows, ("base", "device", "file", "cached", "why")), args.json)
     return 0

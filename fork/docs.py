@@ -10,10 +10,10 @@ from fork.errors import ForkError
 from fork.evaluate import ALREADY_UPSTREAM, APPLIED, Result, evaluate
 from fork.files import wheel_reader
 from fork.region import MODULE
-from fork.report import say
+from fork.report import Row, say
 from fork.series import Patch, load_series
 
-HELP = "write the pages made from the series; with --check, exit 1 where they are stale"
+HELP = "write the pages made from the series; `lint` says where they are stale"
 
 PAGE = "docs/differs-from-upstream.md"
 README = "README.md"
@@ -34,7 +34,7 @@ Outcomes = dict[str, dict[str, Result]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is stale")
+    del parser
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
@@ -54,11 +54,11 @@ def stale(root: Path = ROOT) -> dict[str, str]:
     return {
         path: text
         for path, text in pages(root).items()
-        if not (root / path).is_file() or (root / path).read_text() != text
+        if not (root / path).is_file() or (root / path).read_bytes() != text.encode()
     }
 
 
-def findings(root: Path = ROOT) -> Iterator[dict[str, str]]:
+def findings(root: Path = ROOT) -> Iterator[Row]:
     """Each stale page, in the form of `fork.lint`: `check`, `where` and `detail`."""
     for path in stale(root):
         yield {"check": "docs", "where": path, "detail": "is not what the series makes it; `python -m fork docs`"}
@@ -66,15 +66,11 @@ def findings(root: Path = ROOT) -> Iterator[dict[str, str]]:
 
 def run(args: argparse.Namespace) -> int:
     found = stale()
-    names = ", ".join(found)
-    if args.check:
-        message = f"stale: {names}; write with `python -m fork docs`" if found else "docs: every page is up to date"
-        say(message, {"stale": list(found)}, args.json)
-        return int(bool(found))
     for path, text in found.items():
         (ROOT / path).parent.mkdir(exist_ok=True)
         (ROOT / path).write_text(text)
-    say(f"written: {names or 'nothing, every page is up to date'}", {"written": list(found)}, args.json)
+    written = ", ".join(found) or "nothing, every page is up to date"
+    say(f"written: {written}", {"written": list(found)}, args.json)
     return 0
 
 

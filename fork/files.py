@@ -1,22 +1,16 @@
-"""The only module that touches the file system of a tree: reads, lays out, patches and restores one.
+"""Lays out, reads and writes the files of a tree: a folder with `vllm/` in it."""
 
-A tree is a folder with `vllm/` in it. A patched tree has a journal beside `vllm/` that names every file that was
-changed or added, with its hash before and after. The journal is written first and closed last, so a run that was cut
-short is seen, and can be taken back, by the next one.
-"""
-
-import fcntl
+import errno
 import hashlib
-import json
 import os
 import re
 import shutil
+import signal
 import stat
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fork import ROOT
@@ -24,22 +18,14 @@ from fork.bases import Base, Wheel
 from fork.errors import ForkError
 from fork.evaluate import Reader
 
-JOURNAL = ".vllm-fork.json"
+#: Ends the name of a file that is being written.
+SCRATCH = ".fork-new"
+
 _VERSION = "vllm/_version.py"
-_SUFFIX = ".fork-new"
 
 
-@dataclass(frozen=True)
-class Journal:
-    """What was done to a tree: `state` is `applying` until every file is written, then `applied`.
-
-    `files` maps a path to its sha256 before (None for an added file) and after.
-    """
-
-    state: str
-    base: str
-    patches: list[str]
-    files: dict[str, tuple[str | None, str]]
+class OvertakenError(ForkError):
+    """Another run laid out the same folder in the meantime."""
 
 
 def wheel_reader(wheel: Wheel) -> Reader:
@@ -107,9 +93,8 @@ def stock_tree(base: Base, device: str | None = None) -> Path:
     wheel = base.wheel(device)
     folder = ROOT / "build" / "stock" / f"{base.name}-{wheel.device}"
     if not folder.exists():
-        scratch = scratch_beside(folder)
-        lay_out(base, wheel, scratch, native=True)
-        move_into_place(scratch, folder)
+        with suppress(OvertakenError), laid_out(folder) as scratch:
+            lay_out(base, wheel, scratch, native=True)
     return folder
 
 
@@ -133,29 +118,72 @@ def scratch_beside(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
 
 
-def move_into_place(scratch: Path, folder: Path) -> None:
-    """Give the finished `scratch` the name `folder`, which is new or empty."""
-    scratch.chmod(0o755)
-    if folder.exists():
-        folder.rmdir()
-    scratch.rename(folder)
+@contextmanager
+def laid_out(folder: Path) -> Iterator[Path]:
+    """A new folder to fill, which becomes `folder`, a new or empty one, at the end of the block.
+
+    Nothing is left of it where the block fails. Raises OvertakenError where `folder` has been filled in the meantime.
+    """
+    beside = scratch_beside(folder)
+    try:
+        scratch = beside / folder.name
+        scratch.mkdir()
+        yield scratch
+        try:
+            scratch.rename(folder)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                raise OvertakenError(f"{folder} was filled by another run in the meantime; look at that one") from None
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
-def must_be_new(folder: Path) -> None:
-    """Raise ForkError where `folder` is there and not empty."""
+def new_folder(path: Path) -> Path:
+    """The folder that `path` leads to. Raises ForkError where it is not empty, or cannot be replaced."""
+    folder = Path(os.path.realpath(path))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ForkError(f"{folder} is there and not empty; name a new folder with --out")
+    if folder == Path.cwd():
+        raise ForkError(f"{folder} is the folder you are in; name a new folder with --out")
+    return folder
 
 
 def write(folder: Path, path: str, data: bytes) -> None:
     """Write one file of a tree in one step, with the mode it had."""
     target = folder / path
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(target.name + _SUFFIX)
-    scratch.write_bytes(data)
-    if target.exists():
-        shutil.copymode(target, scratch)
-    os.replace(scratch, target)
+    scratch = target.with_name(target.name + SCRATCH)
+    try:
+        scratch.write_bytes(data)
+        if target.exists():
+            shutil.copymode(target, scratch)
+        os.replace(scratch, target)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def remove(folder: Path, path: str) -> None:
+    """Remove one file of a tree and the folders that this leaves empty; any of them may be gone already."""
+    (folder / path).unlink(missing_ok=True)
+    for parent in list(Path(path).parents)[:-1]:
+        try:
+            (folder / parent).rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM, from programs that are started too, until the block is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def sha256(data: bytes | None) -> str | None:
@@ -173,143 +201,11 @@ def tree_hash(folder: Path) -> str:
     return total.hexdigest()
 
 
-def read_journal(folder: Path) -> Journal | None:
-    """The journal of a patched tree; None for a tree this tool never touched."""
-    path = folder / JOURNAL
-    if not path.exists():
-        return None
-    try:
-        return Journal(**json.loads(path.read_text()))
-    except (ValueError, TypeError):
-        raise ForkError(f"{path} is not a journal of this tool; lay the tree out again") from None
-
-
 def check_version(folder: Path, base: Base) -> None:
     """Raise ForkError where `folder` is no vLLM tree, or one of another version than `base`."""
     if not (folder / "vllm").is_dir():
         raise ForkError(f"{folder} is no vLLM tree: it has no folder vllm; name one with --tree")
     path = folder / _VERSION
-    found = re.search(r"__version__ = version = '([^']+)'", path.read_text()) if path.exists() else None
+    found = re.search(r"__version__ = version = '([^']+)'", path.read_text(errors="replace")) if path.exists() else None
     if found and found[1].split("+")[0] != str(base.version):
         raise ForkError(f"{folder} is vLLM {found[1]}, not {base.version}; give --base the version of the tree")
-
-
-def patch_tree(folder: Path, base: Base, patches: list[str], pristine: Reader, files: dict[str, bytes]) -> bool:
-    """Write `files` into the tree; all of them or none. False where the tree has just them already.
-
-    Raises ForkError: another version, a tree patched otherwise or half-way, a file that differs from the base,
-    a tree that cannot be written, another run at work on it.
-    """
-    check_version(folder, base)
-    with _alone(folder):
-        return _patch(folder, base, patches, pristine, files)
-
-
-def _patch(folder: Path, base: Base, patches: list[str], pristine: Reader, files: dict[str, bytes]) -> bool:
-    journal = read_journal(folder)
-    if journal and journal.state != "applied":
-        raise ForkError(
-            f"{folder} was patched half-way by a run that was cut short; `python -m fork revert` takes it back"
-        )
-    if journal:
-        wanted = {path: sha256(data) for path, data in files.items()}
-        if {path: after for path, (_, after) in journal.files.items()} != wanted:
-            raise ForkError(f"{folder} is patched with another series; `python -m fork revert` first")
-        for path, digest in wanted.items():
-            if sha256(folder_reader(folder)(path)) != digest:
-                raise ForkError(f"{folder / path} was changed after it was patched; restore it, then revert")
-        return False
-    read = folder_reader(folder)
-    for path, data in files.items():
-        if read(path) != pristine(path):
-            what = "is patched already, without a journal" if read(path) == data else f"differs from base {base.name}"
-            raise ForkError(f"{folder / path} {what}; only a clean tree is patched: lay it out again")
-        _must_be_writable(folder, path)
-    record = {path: (sha256(pristine(path)), str(sha256(data))) for path, data in files.items()}
-    try:
-        _open_journal(folder, Journal("applying", base.name, patches, record))
-        for path, data in files.items():
-            write(folder, path, data)
-        write(folder, JOURNAL, _dump(Journal("applied", base.name, patches, record)))
-    except BaseException:
-        _restore(folder, base, pristine)
-        raise
-    return True
-
-
-def restore_tree(folder: Path, base: Base, pristine: Reader) -> list[str]:
-    """Give a patched or half-patched tree the bytes of its base again; return the restored paths.
-
-    Raises ForkError, changing nothing, where a file is neither as it was before nor after the patches, or another run
-    is at work on the tree.
-    """
-    check_version(folder, base)
-    with _alone(folder):
-        return _restore(folder, base, pristine)
-
-
-def _restore(folder: Path, base: Base, pristine: Reader) -> list[str]:
-    journal = read_journal(folder)
-    if journal is None:
-        return []
-    if journal.base != base.name:
-        raise ForkError(f"{folder} was patched from base {journal.base}; give --base {journal.base}")
-    read = folder_reader(folder)
-    for path, (before, after) in journal.files.items():
-        if sha256(read(path)) not in (before, after):
-            raise ForkError(f"{folder / path} was changed after it was patched; save it elsewhere, then revert")
-        if before is not None and sha256(pristine(path)) != before:
-            raise ForkError(
-                f"{path}: base {base.name} does not hold the text the tree had before; lay the tree out again"
-            )
-    for path, (before, _) in journal.files.items():
-        (folder / (path + _SUFFIX)).unlink(missing_ok=True)
-        if before is None:
-            (folder / path).unlink(missing_ok=True)
-            _remove_empty(folder, (folder / path).parent)
-        elif sha256(read(path)) != before:
-            write(folder, path, pristine(path) or b"")
-    (folder / (JOURNAL + _SUFFIX)).unlink(missing_ok=True)
-    (folder / JOURNAL).unlink()
-    return sorted(journal.files)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the tree for this run alone; the kernel lets go of it when the run ends, however it does."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ForkError(f"another run is at work on {folder}; wait for it") from None
-    finally:
-        os.close(handle)
-
-
-def _remove_empty(top: Path, folder: Path) -> None:
-    while folder != top and folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
-        folder = folder.parent
-
-
-def _dump(journal: Journal) -> bytes:
-    return (json.dumps(asdict(journal), indent=1) + "\n").encode()
-
-
-def _open_journal(folder: Path, journal: Journal) -> None:
-    """Write the journal; the first write, so a tree that cannot be written is found out here."""
-    try:
-        write(folder, JOURNAL, _dump(journal))
-    except OSError as error:
-        raise ForkError(f"{folder} cannot be written: {error.strerror}; make it writable") from None
-
-
-def _must_be_writable(folder: Path, path: str) -> None:
-    """The mode bits count even for a user who may write everywhere: a read-only tree is so on purpose."""
-    target = folder / path
-    while not target.exists():
-        target = target.parent
-    for place in (target, target if target.is_dir() else target.parent, folder):
-        if not place.stat().st_mode & 0o222 or not os.access(place, os.W_OK):
-            raise ForkError(f"{place} is read-only; a tree is patched in place: make it writable or lay out another")

@@ -1,16 +1,16 @@
 """Find where this repository repeats upstream code: it carries only what we wrote."""
 
-import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fork import git
 from fork.bases import load_bases
+from fork.errors import ForkError
 
 #: How many consecutive meaningful lines make a run.
 RUN = 5
 
-_SUFFIXES = {".py", ".yml", ".yaml", ".toml", ".md", ".cpp", ".h", ".cu", ".cuh", ".patch"}
 _THIN = ("import ", "from ", "#", "//", "@", '"""', "'''", "return", "pass", "continue", "else:", "try:")
 
 
@@ -74,18 +74,14 @@ def _windows_of_known(lines: list[tuple[int, str]], known: set[str], length: int
 
 
 def project_files(root: Path) -> dict[str, str]:
-    """The text of every file of the repository that could repeat code, untracked ones too."""
-    listed = subprocess.run(
-        ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    return {
-        path: (root / path).read_text(errors="replace")
-        for path in listed
-        if Path(path).suffix in _SUFFIXES and (root / path).is_file()
-    }
+    """The text of every file of the repository, untracked ones too, whatever its name: any could repeat code.
+
+    Raises ForkError where git does not list this repository's own files, so that nothing passes unseen.
+    """
+    listed = git.run(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    if "fork/__init__.py" not in listed:
+        raise ForkError(f"git does not list fork/__init__.py in {root}; run the check in a git checkout of the project")
+    return {path: (root / path).read_text("utf-8", "replace") for path in listed if (root / path).is_file()}
 
 
 def upstream_files() -> Iterator[tuple[str, str]]:

@@ -36,9 +36,10 @@ def download(distribution: str, version: str, file: str, sha256: str, folder: Pa
                 *("--dest", scratch, "--requirement", str(lock)),
             )
         except ForkError as error:
-            raise ForkError(
-                f"cannot fetch {file}: {error}; check the network and pip's index, then try again"
-            ) from None
+            why = f"{error}; check the network and pip's index, then try again"
+            if "MATCH THE HASHES" in str(error):
+                why = f"the index has another hash than the {sha256[:12]}.. of fork/bases.toml; see which is right"
+            raise ForkError(f"cannot fetch {file}: {why}") from None
         fetched = Path(scratch, file)
         if not fetched.exists():
             names = ", ".join(sorted(path.name for path in Path(scratch).glob("*.whl"))) or "nothing"

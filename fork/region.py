@@ -42,7 +42,7 @@ def touched(text: bytes, match: Match, pristine: bytes) -> dict[str, str]:
         return {MODULE: hashlib.sha256(text[start:end]).hexdigest()}
     lines = pristine.splitlines(keepends=True)
     # A name may be defined more than once, as overloads are: the region is all of them.
-    held = {name: b"" for name in names}
+    held = dict.fromkeys(names, b"")
     for name, at, to, _ in _definitions(pristine):
         if name in held:
             held[name] += b"".join(lines[at - 1 : to])

@@ -2,7 +2,7 @@
 
 import argparse
 
-from fork import files
+from fork import files, journal
 from fork.apply import add_arguments, target
 from fork.errors import ForkError
 from fork.report import say
@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
     base, wheel, tree = target(args)
     if not tree.is_dir():
         raise ForkError(f"{tree} is not there; name a patched vLLM tree with --tree")
-    restored = files.restore_tree(tree, base, files.wheel_reader(wheel))
+    restored = journal.restore_tree(tree, base, files.wheel_reader(wheel))
     payload = {"base": base.name, "tree": str(tree), "tree_hash": files.tree_hash(tree), "files": restored}
     say(f"restored {len(restored)} files of {tree}" if restored else f"{tree} has no patches", payload, args.json)
     return 0

@@ -1,19 +1,19 @@
 """Lay out the fork of one base as a git repository: the base first, then one commit for each patch."""
 
 import argparse
-import shutil
 from pathlib import Path
 
 from fork import files, git
 from fork.bases import Base, Wheel, find_base
 from fork.evaluate import Result, changes, evaluate
+from fork.journal import JOURNAL
 from fork.report import say
 from fork.series import find_patch, load_series, without
 
 HELP = "lay out the complete tree of a base as a git repository, one commit a patch"
 
 #: What Python finds beside the sources; not part of what a reader browses or a pull request changes.
-_UNTRACKED = ("*.so", "/vllm/vllm-rs", "/*.dist-info/", "__pycache__/", f"/{files.JOURNAL}")
+_UNTRACKED = ("*.so", "/vllm/vllm-rs", "/*.dist-info/", "__pycache__/", f"/{JOURNAL}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,24 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lay_out(base: Base, wheel: Wheel, results: list[Result], out: Path) -> None:
-    """Lay out `base` with the patches of `results` in the new folder `out`.
+    """Lay out `base` with the patches of `results` in the folder `out`, a new or empty one.
 
     Sources, overlay and tests are committed. Native libraries and the `.dist-info` lie beside them untracked, so that
-    the folder also runs with PYTHONPATH set to it. Raises ForkError where a patch failed or `out` is not new.
+    the folder also runs with PYTHONPATH set to it. Raises ForkError where a patch failed.
     """
     final = changes(results)
-    files.must_be_new(out)
-    scratch = files.scratch_beside(out)
-    try:
+    with files.laid_out(out) as scratch:
         files.lay_out(base, wheel, scratch, native=True)
         git.init(scratch, ignored=_UNTRACKED)
         commit_series(scratch, f"vLLM {base.version}, from {wheel.file}", results)
         for path, data in final.items():
             assert (scratch / path).read_bytes() == data
-        files.move_into_place(scratch, out)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
 
 
 def commit_series(folder: Path, first: str, results: list[Result]) -> None:
@@ -52,21 +46,27 @@ def commit_series(folder: Path, first: str, results: list[Result]) -> None:
     git.run(folder, "tag", "base")
     for result in results:
         if result.files:
-            for path, data in result.files.items():
-                files.write(folder, path, data)
-            git.run(folder, "add", "--force", "--", *result.files)
-            git.commit(folder, result.patch.message)
+            commit_patch(folder, result)
             git.run(folder, "tag", result.patch.name)
+
+
+def commit_patch(folder: Path, result: Result, as_user: bool = False) -> None:
+    """Write and commit the files of one patch."""
+    for path, data in result.files.items():
+        files.write(folder, path, data)
+    git.run(folder, "add", "--force", "--", *result.files, as_user=as_user)
+    git.commit(folder, result.patch.message, as_user=as_user)
 
 
 def run(args: argparse.Namespace) -> int:
     base = find_base(args.base)
     wheel = base.wheel(args.device)
+    out = files.new_folder(args.out)
     series = load_series()
     dropped = {find_patch(series, name).name for name in args.drop}
     results = evaluate(without(series, dropped), base.version, files.wheel_reader(wheel))
-    lay_out(base, wheel, results, args.out)
-    commits = git.run(args.out, "log", "--reverse", "--format=%s").splitlines()
-    payload = {"base": base.name, "out": str(args.out), "commits": commits, "tree_hash": files.tree_hash(args.out)}
-    say(f"{args.out}: {base.name} and {len(commits) - 1} patches", payload, args.json)
+    lay_out(base, wheel, results, out)
+    commits = git.run(out, "log", "--reverse", "--format=%s").splitlines()
+    payload = {"base": base.name, "out": str(out), "commits": commits, "tree_hash": files.tree_hash(out)}
+    say(f"{out}: {base.name} and {len(commits) - 1} patches", payload, args.json)
     return 0

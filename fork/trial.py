@@ -2,30 +2,45 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from fork import ROOT, files
 from fork.bases import Base, find_base, load_bases
-from fork.evaluate import ALREADY_UPSTREAM, APPLIED, Result, changes, evaluate, regress
+from fork.errors import ForkError
+from fork.evaluate import ALREADY_UPSTREAM, APPLIED, Reader, Result, changes, evaluate, regress
 from fork.report import Table, show
 from fork.series import Patch, find_patch, load_series, without
 
 HELP = "run the tests of each patch on each base; with --drop, without the patch, where each must fail"
 
 
+#: Seconds that one test file may take: the slowest take a few minutes on two cores, a step of CI has 90.
+LIMIT = 20 * 60
+
+#: What pytest ends with where it came to its own end: all passed, some failed, stopped early, no test found.
+_PYTEST_ENDED = (0, 1, 2, 5)
+
+
 @dataclass(frozen=True)
 class Counts:
-    """What pytest counted in one run, and the end of what it said."""
+    """What pytest counted in one run, and the end of what it said.
+
+    `broken` says why the run proves nothing, with a patch or without: it took too long or has no report.
+    """
 
     passed: int
     failed: int
     skipped: int
     said: str
+    broken: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,47 +53,57 @@ def run(args: argparse.Namespace) -> int:
     series = load_series()
     chosen = [find_patch(series, name) for name in args.patch] or series
     bases = [find_base(name) for name in args.base] if args.base else list(load_bases().values())
+    tries = [(base, *one) for base in bases if base.runs_on_cpu for one in _tries(chosen, series, base, args.drop)]
+    tried = {patch.name for _, patch, _, _ in tries}
+    untried = [patch.name for patch in chosen if patch.name not in tried]
+    # That a patch of the whole series is not for the one base asked for is no fault.
+    if untried and (args.patch or not args.base or not tries):
+        names = ", ".join(base.name for base in bases)
+        raise ForkError(f"no test of {', '.join(untried)} can be tried on {names}; name another with --base")
     rows = []
-    for base in bases:
-        if not base.runs_on_cpu:
-            continue
-        read = files.wheel_reader(base.wheel())
-        results = {result.patch.name: result for result in evaluate(series, base.version, read)}
-        for patch in chosen:
-            tree = _changed(patch, series, base, results, args.drop)
-            if tree is None:
-                continue
-            for test in patch.tests:
-                counts = _pytest(base, tree, test)
-                good = counts.failed > 0 if args.drop else counts.failed == 0 and counts.passed > 0
-                rows.append(
-                    {"patch": patch.name, "base": base.name, "dropped": args.drop, "test": test}
-                    | {"passed": counts.passed, "failed": counts.failed, "skipped": counts.skipped}
-                    | {"verdict": "as it must" if good else "WRONG"}
-                )
-                if not good:
-                    print(counts.said, file=sys.stderr)
-                if not args.json:
-                    print(f"{base.name}: {test}: {counts.passed} passed, {counts.failed} failed", flush=True)
+    for base, patch, changed, test in tries:
+        counts = _pytest(base, changed, test)
+        good = counts.failed > 0 if args.drop else counts.failed == 0 and counts.passed > 0
+        verdict = counts.broken or ("as it must" if good else "WRONG")
+        rows.append(
+            {"patch": patch.name, "base": base.name, "dropped": args.drop, "test": test}
+            | {"passed": counts.passed, "failed": counts.failed, "skipped": counts.skipped, "verdict": verdict}
+        )
+        if verdict != "as it must":
+            print(counts.said, file=sys.stderr)
+        if not args.json:
+            print(f"{base.name}: {test}: {counts.passed} passed, {counts.failed} failed: {verdict}", flush=True)
     show(Table("trial", rows, ("patch", "base", "test", "passed", "failed", "skipped", "verdict")), args.json)
-    return int(not rows or any(row["verdict"] == "WRONG" for row in rows))
+    return int(any(row["verdict"] != "as it must" for row in rows))
+
+
+def _tries(
+    chosen: list[Patch], series: list[Patch], base: Base, drop: bool
+) -> Iterator[tuple[Patch, dict[str, bytes], str]]:
+    """Each test of the `chosen` patches to run on `base`, with the files that differ from the base meanwhile."""
+    read = files.wheel_reader(base.wheel())
+    results = evaluate(series, base.version, read)
+    for patch in chosen:
+        changed = _changed(patch, series, base, results, read, drop)
+        if changed is not None:
+            yield from ((patch, changed, test) for test in patch.tests)
 
 
 def _changed(
-    patch: Patch, series: list[Patch], base: Base, results: dict[str, Result], drop: bool
+    patch: Patch, series: list[Patch], base: Base, results: list[Result], read: Reader, drop: bool
 ) -> dict[str, bytes] | None:
     """The files that differ from the base in the tree to try, or None where there is nothing to try.
 
-    Dropping a patch that the base has already means putting the fault back with its regress rules.
+    Dropping a patch that the base has already means putting the fault back with its regress rules. Raises ForkError
+    where a patch of the series fails.
     """
-    read = files.wheel_reader(base.wheel())
-    outcome = results[patch.name].outcome
+    final = changes(results)
+    outcome = next(result.outcome for result in results if result.patch is patch)
     if outcome == APPLIED:
-        kept = without(series, {patch.name}) if drop else series
-        return changes(evaluate(kept, base.version, read))
+        return changes(evaluate(without(series, {patch.name}), base.version, read)) if drop else final
     if outcome == ALREADY_UPSTREAM and any(rule.is_for(base.version) for rule in patch.regress):
-        final = changes(list(results.values()))
-        return final | regress(patch, base.version, lambda path: final.get(path) or read(path)) if drop else final
+        put_back = regress(patch, base.version, lambda path: final[path] if path in final else read(path))
+        return final | put_back if drop else final
     return None
 
 
@@ -89,13 +114,33 @@ def _pytest(base: Base, changed: dict[str, bytes], test: str) -> Counts:
         files.link_tree(files.stock_tree(base), tree, changed)
         env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-        done = subprocess.run(
-            [*command, f"--junitxml={report}", str(ROOT / test)], cwd=scratch, env=env, capture_output=True, text=True
-        )
-        said = (done.stdout + done.stderr)[-6000:]
-        if not report.exists():
-            return Counts(0, 1, 0, said)
+        status, said = _run_alone([*command, f"--junitxml={report}", str(ROOT / test)], Path(scratch), env)
+        if status is None:
+            return Counts(0, 1, 0, f"{said}\n{test} on {base.name} was ended after {LIMIT} seconds", "TIMED OUT")
+        if status not in _PYTEST_ENDED or not report.exists():
+            return Counts(0, 1, 0, f"{said}\n{test} on {base.name} ended with status {status}", "BROKE OFF")
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
         count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
-        failed = count["failures"] + count["errors"]
-        return Counts(count["tests"] - failed - count["skipped"], failed, count["skipped"], said)
+        failed = count["failures"] + count["errors"] or int(status == 2)
+        return Counts(max(0, count["tests"] - failed - count["skipped"]), failed, count["skipped"], said)
+
+
+def _run_alone(command: list[str], folder: Path, env: dict[str, str]) -> tuple[int | None, str]:
+    """Run `command` in `folder`: its exit status, None where it had to be ended after LIMIT, and the last it said.
+
+    It has a process group of its own, all of which is ended with it or with this run, whichever is first.
+    """
+    said = folder / "said.txt"
+    with said.open("wb") as stream:
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+        )
+        try:
+            status = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status, said.read_text(errors="replace")[-6000:]

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,13 @@ from support import BASE, run_fork, snapshot
 
 from fork import ROOT, files
 from fork.bases import find_base
+from fork.errors import ForkError
 from fork.evaluate import changes, evaluate
-from fork.files import JOURNAL
+from fork.journal import JOURNAL, patch_tree, read_journal, restore_tree
 from fork.series import load_series
+
+#: What a test patches in place of the series: two files of the base and a new one between them.
+NEW = {"vllm/__init__.py": b"a = 1\n", "vllm/new/module.py": b"b = 2\n", "vllm/envs.py": b"c = 3\n"}
 
 
 def _targets() -> list[str]:
@@ -43,7 +48,7 @@ def test_apply_twice_changes_nothing_and_revert_restores_every_byte(fork, tree):
 def test_without_a_tree_one_is_laid_out_and_patched(repo):
     done = run_fork(repo, "apply", "--base", "0.25.1", "--json")
     assert done.status == 0, done.err
-    tree = repo / "build" / "trees" / "0.25.1"
+    tree = repo / "build" / "trees" / "0.25.1-cuda"
     assert (tree / "vllm" / "__init__.py").exists() and not list(tree.rglob("*.so"))
     assert run_fork(repo, "revert", "--base", "0.25.1").status == 0
     assert not (tree / JOURNAL).exists() and not (tree / "tests").exists()
@@ -110,46 +115,148 @@ def test_a_read_only_tree_is_refused_before_anything_is_written(fork, tree):
         place.chmod(old)
 
 
-def test_a_failure_while_writing_takes_everything_back(tree, monkeypatch):
-    base = find_base(BASE)
-    read = files.wheel_reader(base.wheel())
-    before = snapshot(tree)
-    new = {"vllm/__init__.py": b"a = 1\n", "vllm/new/module.py": b"b = 2\n", "vllm/envs.py": b"c = 3\n"}
+@cache
+def _pristine(path: str) -> bytes | None:
+    return files.wheel_reader(find_base(BASE).wheel())(path)
+
+
+def _full_disk(monkeypatch: pytest.MonkeyPatch, *full: bytes | None) -> None:
+    """Let writing any of the texts `full` fail, as on a disk without room."""
     real = files.write
 
     def write(folder, path, data):
-        if path == "vllm/envs.py" and data == b"c = 3\n":
+        if data in full:
             raise OSError(28, "No space left on device")
         real(folder, path, data)
 
     monkeypatch.setattr(files, "write", write)
+
+
+def test_a_failure_while_writing_takes_everything_back(tree, monkeypatch):
+    before = snapshot(tree)
+    _full_disk(monkeypatch, NEW["vllm/envs.py"])
     with pytest.raises(OSError, match="No space"):
-        files.patch_tree(tree, base, ["x"], read, new)
+        patch_tree(tree, find_base(BASE), _pristine, NEW)
+    assert snapshot(tree) == before and not (tree / "vllm" / "new").exists()
+
+
+def test_where_taking_back_fails_too_the_error_says_so_and_revert_does_it_later(fork, tree, monkeypatch):
+    before = snapshot(tree)
+    _full_disk(monkeypatch, NEW["vllm/envs.py"], _pristine("vllm/__init__.py"))
+    with pytest.raises(ForkError, match=r"is half-way: .*No space.*`python -m fork revert` takes it back$"):
+        patch_tree(tree, find_base(BASE), _pristine, NEW)
+    fork("apply", "--tree", tree).refuses("is half-way: an apply was cut short")
+    assert fork("revert", "--tree", tree).status == 0
     assert snapshot(tree) == before
 
 
-def _slow_apply(tree: Path, pause: float) -> subprocess.Popen[str]:
-    """A process that applies the series and waits `pause` seconds after each write; returned after its first."""
+def test_what_a_revert_removes_goes_before_it_writes_so_that_there_is_room(tree, monkeypatch):
+    before = snapshot(tree)
+    patch_tree(tree, find_base(BASE), _pristine, NEW)
+    (tree / "vllm" / "envs.py.fork-new").write_bytes(b"of a run that was killed")
+    seen, real = [], files.write
+
+    def write(folder, path, data):
+        if path != JOURNAL:
+            seen.append(sorted(snapshot(folder).keys() - before.keys()))
+        real(folder, path, data)
+
+    monkeypatch.setattr(files, "write", write)
+    restore_tree(tree, find_base(BASE), _pristine)
+    assert seen == [[JOURNAL], [JOURNAL]] and snapshot(tree) == before
+
+
+def test_a_revert_goes_on_where_folders_of_added_files_are_gone(tree):
+    before = snapshot(tree)
+    patch_tree(tree, find_base(BASE), _pristine, {"vllm/new/deep/er.py": b""})
+    shutil.rmtree(tree / "vllm" / "new" / "deep")
+    restore_tree(tree, find_base(BASE), _pristine)
+    assert snapshot(tree) == before and not (tree / "vllm" / "new").exists()
+
+
+def test_a_write_that_fails_leaves_no_scratch_file(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(IsADirectoryError):
+        files.write(tmp_path, "taken", b"")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_revert_of_a_read_only_tree_is_refused_before_anything_is_written(fork, tree):
+    fork("apply", "--tree", tree)
+    path = tree / _targets()[-1]
+    for place, mode in ((path, 0o444), (path.parent, 0o555), (tree, 0o555)):
+        old = place.stat().st_mode
+        place.chmod(mode)
+        before = snapshot(tree)
+        fork("revert", "--tree", tree).refuses("is read-only")
+        assert snapshot(tree) == before
+        place.chmod(old)
+
+
+def test_a_journal_cut_short_before_its_first_byte_counted_is_cleaned_up(fork, tree):
+    before = snapshot(tree)
+    (tree / f"{JOURNAL}.fork-new").write_text('{"state": "app')
+    assert fork("revert", "--tree", tree, "--json").json["files"] == []
+    assert snapshot(tree) == before
+
+
+def _journal(**changed: object) -> bytes:
+    return json.dumps({"state": "applied", "base": BASE, "files": {}} | changed).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"[]", b"{}", b"\xff", b"[" * 100_000),
+        *(_journal(state="done"), _journal(base=[]), _journal(files=[])),
+        *(_journal(files={"vllm/a.py": pair}) for pair in ([None], [None, None], [1, ""], "ab")),
+    ],
+)
+def test_what_is_no_journal_is_refused(tmp_path, text):
+    (tmp_path / JOURNAL).write_bytes(_journal())
+    assert read_journal(tmp_path)
+    (tmp_path / JOURNAL).write_bytes(text)
+    with pytest.raises(ForkError, match="is no journal of this tool"):
+        read_journal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../mine.txt", "vllm/../../mine.txt"])
+def test_a_forged_journal_cannot_name_a_file_outside_the_tree(fork, tree, name):
+    (tree.parent / "mine.txt").write_bytes(b"mine")
+    (tree / JOURNAL).write_bytes(_journal(files={name: [None, files.sha256(b"mine")]}))
+    before = snapshot(tree.parent)
+    for verb in ("apply", "revert"):
+        fork(verb, "--tree", tree).refuses(str(tree / JOURNAL), f"names '{name}'")
+    assert snapshot(tree.parent) == before
+
+
+def _slow(verb: str, tree: Path, pause: float, writes: int = 1) -> subprocess.Popen[str]:
+    """A process that waits `pause` seconds after each file it writes; returned after the first `writes` of them."""
     program = (
         "import sys, time; from fork import files, __main__; real = files.write\n"
         f"files.write = lambda *args: (real(*args), print('one', flush=True), time.sleep({pause}))\n"
-        f"sys.exit(__main__.main(['apply', '--tree', {str(tree)!r}]))"
+        f"sys.exit(__main__.main([{verb!r}, '--tree', {str(tree)!r}]))"
     )
     command = [sys.executable, "-c", program]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert run.stdout.readline() == "one\n"
+    for _ in range(writes):
+        assert run.stdout.readline() == "one\n"
     return run
 
 
-def test_a_killed_run_is_seen_refused_and_taken_back(fork, tree):
-    """A process killed between two files leaves a journal that says `applying`."""
+@pytest.mark.parametrize(("verb", "what"), [("apply", "an apply"), ("revert", "a revert")])
+def test_a_killed_run_is_seen_refused_and_taken_back(fork, tree, verb, what):
+    """A process killed between two files leaves a journal that says what it was doing."""
     before = snapshot(tree)
-    run = _slow_apply(tree, 60)
+    if verb == "revert":
+        fork("apply", "--tree", tree)
+    whole = snapshot(tree)
+    run = _slow(verb, tree, 60, writes=2)
     run.send_signal(signal.SIGKILL)
     run.wait()
     half = snapshot(tree)
-    assert half != before and json.loads(half[JOURNAL])["state"] == "applying"
-    fork("apply", "--tree", tree).refuses("half-way", "`python -m fork revert`")
+    assert half not in (before, whole) and JOURNAL in half
+    fork("apply", "--tree", tree).refuses(f"is half-way: {what} was cut short", "`python -m fork revert`")
     assert snapshot(tree) == half
     assert fork("revert", "--tree", tree).status == 0
     assert snapshot(tree) == before
@@ -159,8 +266,11 @@ def test_a_killed_run_is_seen_refused_and_taken_back(fork, tree):
     ("number", "status", "said"), [(signal.SIGINT, 130, "fork: interrupted\n"), (signal.SIGTERM, 143, "")]
 )
 def test_an_interrupt_while_writing_takes_everything_back(tree, number, status, said):
+    """A second one while that is done changes nothing."""
     before = snapshot(tree)
-    run = _slow_apply(tree, 2)
+    run = _slow("apply", tree, 2, writes=2)
+    run.send_signal(number)
+    assert run.stdout.readline() == "one\n"
     run.send_signal(number)
     _, err = run.communicate(timeout=60)
     assert (run.returncode, err) == (status, said)
@@ -168,7 +278,7 @@ def test_an_interrupt_while_writing_takes_everything_back(tree, number, status, 
 
 
 def test_of_two_runs_at_once_one_patches_and_the_other_is_told(fork, tree):
-    run = _slow_apply(tree, 5)
+    run = _slow("apply", tree, 5)
     fork("apply", "--tree", tree).refuses("another run is at work")
     fork("revert", "--tree", tree).refuses("another run is at work")
     assert run.wait(timeout=120) == 0

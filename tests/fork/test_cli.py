@@ -47,3 +47,16 @@ def test_a_reader_that_has_enough_is_no_error_of_ours():
 def test_a_missing_series_is_one_line(repo):
     (repo / "patches" / "series").unlink()
     run_fork(repo, "status").refuses("patches/series is missing")
+
+
+def test_without_its_requirements_the_tool_says_in_one_line_how_to_get_them():
+    """`-S` hides every installed package, as in a Python where `make setup` was not run."""
+    done = subprocess.run([sys.executable, "-S", "-m", "fork", "status"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stderr
+    assert "is not installed" in done.stderr and "make setup" in done.stderr
+
+
+def test_a_module_of_the_tool_that_is_missing_is_named_as_what_it_is(repo):
+    (repo / "fork" / "region.py").unlink()
+    done = run_fork(repo, "status")
+    assert done.status == 1 and "No module named 'fork.region'" in done.err and "make setup" not in done.err

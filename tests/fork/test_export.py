@@ -1,16 +1,20 @@
 """The export verb: mails that `git am` takes and that give the bytes of apply; the series on a real checkout."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
-from support import snapshot
+from support import run_fork, snapshot
 
-from fork import files, git
-from fork.bases import find_base
+from fork import ROOT, files, git
+from fork.__main__ import main
+from fork.bases import Wheel, find_base
 from fork.evaluate import APPLIED, changes, evaluate
 from fork.series import load_series
 
+#: Who runs the tool.
+_USER = {f"GIT_{who}_{what}": f"{who}@{what}.invalid" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 CARRIED = ("0.32.0", "0.33.0", "0.31.0", "0.25.1")
 
 
@@ -63,14 +67,139 @@ def test_the_series_is_committed_onto_a_checkout_by_whoever_runs_it(fork, tmp_pa
     assert set(authors) == {"A Maintainer"}
 
 
-def test_a_checkout_that_is_dirty_or_of_another_version_is_left_alone(fork, tmp_path):
-    folder = tmp_path / "checkout"
+@pytest.fixture(scope="module")
+def _committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkouts") / "checkout"
     _clean_base(folder, "0.32.0")
-    head = git.run(folder, "rev-parse", "HEAD")
-    fork("export", "--base", "0.25.1", "--tree", folder).refuses("mla-post-load-storage")
-    (folder / "vllm" / "envs.py").write_text("mine\n")
-    before = snapshot(folder / "vllm")
-    fork("export", "--base", "0.32.0", "--tree", folder).refuses("is not the top of a clean work tree")
-    assert snapshot(folder / "vllm") == before and git.run(folder, "rev-parse", "HEAD") == head
-    shutil.rmtree(folder / ".git")
-    fork("export", "--base", "0.32.0", "--tree", folder).refuses("git rev-parse failed")
+    (folder / ".gitignore").write_text("tests/\n_version.py\n")
+    git.run(folder, "rm", "--quiet", "--cached", "vllm/_version.py")
+    git.commit_all(folder, "as upstream's repository has it")
+    return folder
+
+
+@pytest.fixture
+def checkout(_committed: Path, tmp_path: Path) -> Path:
+    """A clean checkout of the default base."""
+    return Path(shutil.copytree(_committed, tmp_path / "checkout"))
+
+
+def _state(checkout: Path) -> tuple[str, str, dict[str, bytes], set[str]]:
+    """What a run that fails must leave as it was: the commit, the index, every file, every folder."""
+    inside = [path for path in checkout.rglob("*") if ".git" not in path.parts]
+    return (
+        git.run(checkout, "rev-parse", "HEAD"),
+        git.run(checkout, "status", "--porcelain"),
+        {str(path): path.read_bytes() for path in inside if path.is_file()},
+        {str(path) for path in inside if path.is_dir()},
+    )
+
+
+def _git_that(folder: Path, verb: str, lines: str, nth: int = 1) -> dict[str, str]:
+    """The environment with a git that runs `lines` of shell at the `nth` call of `verb`, and is git at any other."""
+    folder.mkdir()
+    program, count = folder / "git", folder / "count"
+    program.write_text(
+        f'#!/bin/bash\nreal() {{ {shutil.which("git")} "$@"; }}\n'
+        f'case " $* " in *" {verb} "*) echo >>{count}; if [ "$(wc -l <{count})" = {nth} ]; then\n{lines}\nfi;; esac\n'
+        'real "$@"\n'
+    )
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("verb", ["add", "commit"])
+@pytest.mark.parametrize(
+    ("lines", "status", "said"),
+    [
+        ("echo 'fatal: no room' >&2; exit 1", 1, "fatal: no room"),
+        ("kill -INT $PPID; sleep 1", 130, "interrupted"),
+        ("kill -TERM $PPID; sleep 1", 143, ""),
+    ],
+)
+def test_a_run_that_fails_or_is_interrupted_leaves_the_checkout_as_it_was(fork, checkout, verb, lines, status, said):
+    before = _state(checkout)
+    env = _git_that(checkout.parent / "bin", verb, lines, nth=2)
+    done = fork("export", "--tree", checkout, **_USER, **env)
+    assert (done.status, len(done.err.splitlines())) == (status, int(bool(said))) and said in done.err, done.err
+    assert _state(checkout) == before
+
+
+def test_a_checkout_that_cannot_be_set_back_is_said_to_be_half_way(fork, checkout):
+    head = git.run(checkout, "rev-parse", "HEAD").strip()
+    env = _git_that(checkout.parent / "bin", "commit", f"touch {checkout}/.git/index.lock; exit 1")
+    fork("export", "--tree", checkout, **_USER, **env).refuses("is half-way", "index.lock", f"git reset --hard {head}")
+
+
+def test_the_identity_of_the_environment_is_kept_and_no_hook_runs(fork, checkout):
+    for hook in ("prepare-commit-msg", "post-commit", "post-index-change", "reference-transaction"):
+        (checkout / ".git" / "hooks").mkdir(exist_ok=True)
+        (checkout / ".git" / "hooks" / hook).write_text(f"#!/bin/sh\ntouch {checkout.parent}/{hook}\nexit 1\n")
+        (checkout / ".git" / "hooks" / hook).chmod(0o755)
+    done = fork("export", "--tree", checkout, "--json", HOME=str(checkout.parent), **_USER)
+    assert done.status == 0, done.err
+    said = git.run(checkout, "log", "--format=%an %ae %cn %ce", f"-{len(done.json['patches'])}")
+    assert set(said.splitlines()) == {" ".join(_USER.values())}
+    assert [path.name for path in checkout.parent.iterdir()] == ["checkout"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+def test_a_repository_that_git_refuses_is_one_line_and_the_settings_of_the_user_count(fork, checkout):
+    for path in (checkout, checkout / ".git"):
+        os.chown(path, 12345, 12345)
+    fork("export", "--tree", checkout).refuses("dubious ownership", "safe.directory")
+    settings = checkout.parent / "settings"
+    settings.write_text("[safe]\n\tdirectory = *\n[user]\n\tname = A\n\temail = a@b.invalid\n")
+    done = fork("export", "--tree", checkout, GIT_CONFIG_GLOBAL=str(settings))
+    assert done.status == 0, done.err
+
+
+def test_a_checkout_that_is_dirty_or_of_another_version_is_left_alone(fork, checkout):
+    (checkout / "vllm" / "envs.py").write_text("mine\n")
+    before = _state(checkout)
+    fork("export", "--base", "0.25.1", "--tree", checkout).refuses("is vLLM 0.32.0, not 0.25.1")
+    fork("export", "--base", "0.32.0", "--tree", checkout).refuses("is not the top of a clean work tree")
+    assert _state(checkout) == before
+    git.run(checkout, "checkout", "--quiet", "vllm/envs.py")
+    (checkout / "vllm" / "_version.py").unlink()
+    before = _state(checkout)
+    fork("export", "--base", "0.25.1", "--tree", checkout).refuses("mla-post-load-storage")
+    assert _state(checkout) == before
+    assert fork("export", "--base", "0.32.0", "--tree", checkout, **_USER).status == 0
+    shutil.rmtree(checkout / ".git")
+    fork("export", "--base", "0.32.0", "--tree", checkout).refuses("git rev-parse failed")
+
+
+def test_an_export_that_fails_leaves_no_mail(fork, tmp_path):
+    env = _git_that(tmp_path / "bin", "format-patch", 'real "$@"; exit 1')
+    fork("export", "--out", tmp_path / "mails", **env).refuses("git format-patch failed")
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_an_export_reads_its_wheel_once(tmp_path, monkeypatch):
+    fetched, real = [], Wheel.fetch
+    monkeypatch.setattr(Wheel, "fetch", lambda wheel: fetched.append(wheel.file) or real(wheel))
+    assert main(["export", "--base", "0.32.0", "--out", str(tmp_path / "mails")]) == 0
+    assert fetched == [find_base("0.32.0").wheel().file]
+
+
+def test_neither_a_template_nor_a_missing_git_gets_in_the_way(fork, tmp_path):
+    """A template that git was built with is stood for by one that the environment names."""
+    (tmp_path / "template").mkdir()
+    env = _git_that(tmp_path / "bin", "init", f"export GIT_TEMPLATE_DIR={tmp_path}/template")
+    done = fork("export", "--out", tmp_path / "mails", **env)
+    assert done.status == 0, done.err
+    fork("export", "--out", tmp_path / "none", PATH=str(tmp_path)).refuses("git: No such file", "install git")
+
+
+@pytest.mark.parametrize("verb", ["export", "tree"])
+def test_a_link_to_an_empty_folder_is_filled_and_the_folder_one_is_in_refused(fork, tmp_path, monkeypatch, verb):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    done = fork(verb, "--base", "0.25.1", "--out", tmp_path / "link")
+    assert done.status == 0, done.err
+    assert (tmp_path / "link").is_symlink() and any((tmp_path / "real").iterdir())
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run_fork(Path("."), verb, "--base", "0.25.1", "--out", ".").refuses("is the folder you are in")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "real"]

@@ -25,6 +25,9 @@ from fork.bases import find_base
 DOCKERFILES = {"cpu": ROOT / "docker/Dockerfile.cpu", "cuda": ROOT / "docker/Dockerfile"}
 CALLERS = ("README.md", ".buildkite/pipeline.yml", ".ci/run", "docker/Dockerfile", "docker/Dockerfile.cpu")
 
+#: What chooses the wheel that `make setup` installs.
+SETTINGS = ("VLLM_FORK_BASE", "VLLM_TARGET_DEVICE")
+
 #: The only host that a packaging file may name: PyTorch's own index of CPU builds.
 HOSTS = {"download.pytorch.org"}
 
@@ -250,6 +253,48 @@ def test_make_knows_how_to_make_every_target(tmp_path):
         assert done.returncode == 0 and done.stdout.strip(), (target, done.stderr)
         for module in re.findall(r"python3? -m ([\w.]+)", done.stdout):
             assert importlib.util.find_spec(module), (target, module)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Just what the Makefile reads. `make --touch` marks a target as made without making it."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("fork", "patches", "vllm", ".venv"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def _make(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if key not in SETTINGS and not key.startswith("MAKE")}
+    command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", *args]
+    return subprocess.run(command, cwd=folder, env=clean | env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setup_is_made_again_from_nothing_when_base_or_device_changes_and_only_then(checkout, name):
+    for before, after in (({}, {name: "one"}), ({name: "one"}, {name: "two"}), ({name: "two"}, {})):
+        assert _make(checkout, "--touch", "setup", **before).returncode == 0
+        assert _make(checkout, "--question", "setup", **before).returncode == 0
+        assert "-m fork install" in (planned := _make(checkout, "--dry-run", "setup", **after).stdout)
+        # Nothing of the other environment stays, but a base that cannot be built leaves it as it is.
+        assert planned.index("-m fork build") < planned.index("&& rm -rf .venv") < planned.index("-m venv .venv")
+        shutil.rmtree(checkout / ".venv")
+        (checkout / ".venv").mkdir()
+
+
+def test_setup_keeps_the_environment_when_only_a_source_changed(checkout):
+    assert _make(checkout, "--touch", "setup").returncode == 0
+    os.utime(checkout / "pyproject.toml", (4e9, 4e9))
+    planned = _make(checkout, "--dry-run", "setup").stdout
+    assert "-m fork install" in planned and "rm -rf" not in planned
+
+
+@pytest.mark.parametrize("python", ["false", "no-such-python"])
+def test_setup_with_a_python_that_will_not_do_changes_nothing_and_says_so(checkout, python):
+    done = _make(checkout, f"PYTHON={python}", "setup")
+    assert done.returncode and f"{python} is no Python 3.11 or later; name one: make setup PYTHON=" in done.stderr
+    assert "Traceback" not in done.stderr and not list((checkout / ".venv").iterdir())
 
 
 def test_the_licence_is_the_one_of_the_bases():

@@ -1,5 +1,7 @@
 """The tree verb: the fork of a base as a git repository that a reader can browse, diff, bisect and run."""
 
+import os
+import stat
 import subprocess
 import sys
 
@@ -93,3 +95,45 @@ def test_a_folder_that_is_not_empty_is_refused_and_left_as_it_was(fork, tmp_path
     (tmp_path / "mine.txt").write_text("mine")
     fork("tree", "--out", tmp_path).refuses("is there and not empty")
     assert snapshot(tmp_path) == {"mine.txt": b"mine"}
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])
+def test_a_folder_that_is_not_finished_is_never_seen(tmp_path, error):
+    with pytest.raises(error), files.laid_out(tmp_path / "new") as scratch:
+        (scratch / "half").write_text("")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_laid_out_folder_has_the_mode_that_the_user_asks_for(tmp_path):
+    old = os.umask(0o027)
+    try:
+        with files.laid_out(tmp_path / "new"):
+            pass
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o750
+
+
+def test_of_two_runs_that_lay_out_one_folder_the_first_counts_and_the_other_is_told(tmp_path):
+    with (
+        pytest.raises(files.OvertakenError, match="by another run"),
+        files.laid_out(tmp_path / "new"),
+        files.laid_out(tmp_path / "new") as first,
+    ):
+        (first / "it").write_text("first")
+    assert snapshot(tmp_path) == {"new/it": b"first"}
+
+
+def test_of_two_runs_that_need_a_stock_tree_the_second_uses_the_first(tmp_path, monkeypatch):
+    """The layer-out stands for a slow one, during which another run finishes."""
+
+    def lay_out(base, wheel, folder, native):
+        (folder / "it").write_text("second")
+        (tmp_path / "build" / "stock" / "0.32.0-cpu").mkdir()
+        (tmp_path / "build" / "stock" / "0.32.0-cpu" / "it").write_text("first")
+
+    monkeypatch.setattr(files, "lay_out", lay_out)
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    assert files.stock_tree(find_base("0.32.0")) == tmp_path / "build" / "stock" / "0.32.0-cpu"
+    assert snapshot(tmp_path) == {"build/stock/0.32.0-cpu/it": b"first"}
