@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek V4 on a CPU, with the heads its kernel wants and with more."""
+"""DeepSeek V4 and V4.1 and their drafters on every platform, each with the heads its kernel wants and with others.
+
+They are built on a CPU, where nothing runs their kernels. What each platform asks its hardware at construction is
+answered by a stand-in, which `HARDWARE` names.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from tests.models.attention_sink.harness import TINY, Row
+from tests.models.attention_sink.harness import HEADS, TINY, Row
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
-PADDING = 3
 DEEPSEEK_V4 = TINY | {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -16,7 +29,7 @@ DEEPSEEK_V4 = TINY | {
     "o_lora_rank": 32,
     "o_groups": 2,
     "sliding_window": 16,
-    "compress_ratios": [1, 1],
+    "compress_ratios": [0, 0],
     "compress_rope_theta": 10000.0,
     "rope_theta": 10000.0,
     "rope_parameters": {"rope_type": "default"},
@@ -36,26 +49,164 @@ DEEPSEEK_V4 = TINY | {
     "swiglu_limit": 10.0,
     "topk_method": "noaux_tc",
     "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 1,
+    "n_mtp_layers": 2,
+    "dspark_target_layer_ids": [0, 1],
+    "dspark_markov_rank": 8,
+    "dspark_block_size": 2,
 }
-NAMES = ("layers.{}.attn.attn_sink", "model.layers.{}.attn.attn_sink")
-CPU = "vllm.models.deepseek_v4.cpu"
+DEEPSEEK_V41 = DEEPSEEK_V4 | {
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "model_type": "deepseek_v41",
+    # None of the layers: a compressor needs a full-sized head.
+    "kv_source_layer_ids": [TINY["num_hidden_layers"]],
+}
+
+Prepare = Callable[[pytest.MonkeyPatch], None]
 
 
-def cpu_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU worker's own stand-in for CUDA events."""
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU worker's own stand-in for CUDA events and streams."""
     del monkeypatch
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
 
-def padded_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that wants more heads than the model has."""
-    cpu_worker(monkeypatch)
-    from vllm.models.deepseek_v4.cpu.cpu_sparse import DeepseekV4CPUAttention as Attention
-
-    monkeypatch.setattr(Attention, "get_padded_num_q_heads", classmethod(lambda cls, heads: heads + PADDING))
+def xpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for events of an XPU."""
+    cpu(monkeypatch)
+    monkeypatch.setattr(torch.xpu, "Event", torch.cuda.Event)
 
 
-ROWS = {
-    "deepseek-v4-cpu": Row(DEEPSEEK_V4, *NAMES, CPU, prepare=cpu_worker),
-    "deepseek-v4-cpu-padded": Row(DEEPSEEK_V4, *NAMES, CPU, padding=PADDING, prepare=padded_kernel),
+def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of Hopper's capability."""
+    cpu(monkeypatch)
+    hopper = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    monkeypatch.setattr(type(current_platform), "get_device_capability", hopper)
+
+
+def amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that tells its name, and no kernel library: a second one would end the process."""
+    cpu(monkeypatch)
+    with monkeypatch.context() as at_import:
+        at_import.setitem(sys.modules, "vllm._C", None)
+        at_import.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx950"))
+        import vllm.platforms.rocm  # noqa: F401
+
+
+def runner_of_dspark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one model runner that knows DSpark wants Triton. No runner is started."""
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+
+
+def kernel_of(module: str, heads: int) -> Prepare:
+    """A kernel that wants `heads` heads at least, for every attention layer of the family of `module`."""
+
+    def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+        importlib.import_module(module)
+        family = importlib.import_module(f"{module.rsplit('.', 2)[0]}.attention")
+        for attention in family.DeepseekV4Attention.__subclasses__():
+            monkeypatch.setattr(attention, "get_padded_num_q_heads", classmethod(lambda cls, here: max(here, heads)))
+
+    return prepare
+
+
+def together(*steps: Prepare) -> Prepare:
+    def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+        for step in steps:
+            step(monkeypatch)
+
+    return prepare
+
+
+def paddings(name: str, row: Row) -> dict[str, Row]:
+    """The row, and the same with a kernel that pads where its own does not, or does not where its own does."""
+    other, heads = ("unpadded", 0) if row.kernel_heads else ("padded", HEADS + 3)
+    prepare = together(row.prepare, kernel_of(row.module, heads))
+    return {name: row, f"{name}-{other}": replace(row, kernel_heads=heads, prepare=prepare)}
+
+
+def target(platform: str) -> Row:
+    return Row(
+        DEEPSEEK_V4,
+        "layers.{}.attn.attn_sink",
+        "model.layers.{}.attn.attn_sink",
+        f"vllm.models.deepseek_v4.{platform}.model",
+        "DeepseekV4ForCausalLM",
+        kernel_heads=KERNEL_HEADS[platform],
+        also=FOLDED if platform == "nvidia" else {},
+        prepare=HARDWARE[platform],
+        engine=FP8_CACHE,
+    )
+
+
+def target_v41(platform: str) -> Row:
+    return Row(
+        DEEPSEEK_V41,
+        "layers.{}.attn.attn_sink",
+        "language_model.model.layers.{}.attn.attn_sink",
+        f"vllm.models.deepseek_v41.{platform}.vl_model",
+        "DeepseekV41ForCausalLM",
+        kernel_heads=KERNEL_HEADS[platform],
+        also=FOLDED,
+        prepare=HARDWARE[platform],
+        engine=FP8_CACHE,
+    )
+
+
+def mtp(platform: str) -> Row:
+    return Row(
+        DEEPSEEK_V4,
+        "mtp.{}.attn.attn_sink",
+        "model.layers.2.mtp_block.attn.attn_sink",
+        f"vllm.models.deepseek_v4.{platform}.mtp",
+        "DeepSeekV4MTP",
+        layers=(0,),
+        kernel_heads=KERNEL_HEADS[platform],
+        prepare=HARDWARE[platform],
+        engine=FP8_CACHE,
+        draft={"method": "mtp", "num_speculative_tokens": 1},
+        **DRAFTER,
+    )
+
+
+def dspark(config: dict[str, Any], platform: str) -> Row:
+    return Row(
+        config,
+        "mtp.{}.attn.attn_sink",
+        "model.layers.{}.attn.attn_sink",
+        f"vllm.models.{config['model_type']}.{platform}.dspark",
+        "DSparkDeepseekV4ForCausalLM",
+        kernel_heads=KERNEL_HEADS[platform],
+        prepare=together(HARDWARE[platform], runner_of_dspark),
+        engine=FP8_CACHE,
+        draft={"method": "dspark", "num_speculative_tokens": 2},
+        **DRAFTER,
+    )
+
+
+HARDWARE = {"cpu": cpu, "xpu": xpu, "amd": amd, "nvidia": nvidia}
+#: How many heads the kernel of each platform wants at least.
+KERNEL_HEADS = {"cpu": 0, "xpu": 0, "amd": 0, "nvidia": 64}
+#: What some models fold at the end of every load: a layer's own weights, which have to be there by then.
+FOLDED = {
+    f"layers.0.hc_{part}_{name}": shape
+    for part in ("attn", "ffn")
+    for name, shape in {"fn": (8, 128), "base": (8,), "scale": (3,)}.items()
 }
+#: Before 0.31 the kernels' cache is asked for by name.
+FP8_CACHE = {"kv_cache_dtype": "fp8"}
+DRAFTER: dict[str, Any] = {
+    "called": "model.layers.2.attn.attn_sink",
+    "stages": (),
+    "unstaged": "a drafter is whole on each stage",
+}
+
+ROWS: dict[str, Row] = {}
+for platform in ("cpu", "xpu", "amd", "nvidia"):
+    ROWS |= paddings(f"deepseek-v4-{platform}", target(platform))
+for platform in ("xpu", "amd", "nvidia"):
+    ROWS |= paddings(f"deepseek-v4-mtp-{platform}", mtp(platform))
+    ROWS |= paddings(f"deepseek-v4-dspark-{platform}", dspark(DEEPSEEK_V4, platform))
+for platform in ("amd", "nvidia"):
+    ROWS |= paddings(f"deepseek-v41-{platform}", target_v41(platform))
+    ROWS |= paddings(f"deepseek-v41-dspark-{platform}", dspark(DEEPSEEK_V41, platform))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-OSS: its plain, MXFP4 and Quark paths."""
+"""GPT-OSS: its plain, MXFP4 and Quark paths, and the token classifier made of it."""
 
 import pytest
 
@@ -27,6 +27,12 @@ def experts_without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mxfp4, "select_mxfp4_moe_backend", lambda moe: (mxfp4.Mxfp4MoeBackend.NONE, None))
 
 
+PRIVACY_FILTER = GPT_OSS | {
+    "architectures": ["OpenAIPrivacyFilterForTokenClassification"],
+    "model_type": "openai_privacy_filter",
+    "sliding_window": 16,
+}
+
 ROWS = {
     "gpt-oss": Row(GPT_OSS, *NAMES, MODULE),
     "gpt-oss-mxfp4": Row(
@@ -39,4 +45,5 @@ ROWS = {
         stages=(0,),
         unstaged="the Quark path of the base looks into layer 0 on every stage",
     ),
+    "gpt-oss-privacy-filter": Row(PRIVACY_FILTER, *NAMES, "vllm.model_executor.models.openai_privacy_filter"),
 }

@@ -3,9 +3,13 @@
 
 import functools
 import importlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +17,11 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import get_tp_group
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models import registry
 from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -41,15 +46,20 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     del monkeypatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One model that has sinks.
 
     `config` is its config.json; `weight` and `parameter` are what a sink is called in the checkpoint and in vLLM, with
-    `{}` for the layer; `layers` are the layers that have one and `padding` how many heads the kernel adds. `module` is
-    the vLLM module that a base must have to have the model, `model` its class where it is not the one that vLLM picks
-    for the config on a CPU, `prepare` what stands in for hardware. `stages` are the pipeline stages, of two with one
-    layer each, that can be built; `unstaged` says why the others cannot.
+    `{}` for the layer, and `called` is what errors call the first one where that is not its parameter; `layers` are the
+    layers that have one and `kernel_heads` how many heads the kernel wants at least. `also` are weights, by shape, that
+    the checkpoint has besides, where `load_weights` itself reads them. `module` is the vLLM module that a base must
+    have to have the model, `model` its class where it is not the one that vLLM picks for the config on a CPU, `prepare`
+    what stands in for hardware. `stages` are the pipeline stages, of two with one layer each, that can be built;
+    `unstaged` says why the others cannot. `engine` are further arguments of the engine.
+
+    A drafter's `config` is its target's, and `draft` the engine's speculative config, in which `model` is the drafter's
+    own config.json where it has one. `silent` says that its `load_weights` tells nobody what it loaded.
     """
 
     config: dict[str, Any] = field(repr=False)
@@ -57,23 +67,54 @@ class Row:
     parameter: str
     module: str
     model: str = ""
+    called: str = ""
     layers: tuple[int, ...] = (0, 1)
-    padding: int = 0
+    kernel_heads: int = 0
+    also: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     prepare: Callable[[pytest.MonkeyPatch], None] = nothing
     stages: tuple[int, ...] = (0, 1)
     unstaged: str = ""
+    draft: dict[str, Any] = field(default_factory=dict, repr=False)
+    silent: bool = False
+    engine: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    def build(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch, size: int = 1, rank: int = 0) -> nn.Module:
-        """The model as rank `rank` of `size` tensor-parallel ranks."""
+    def is_in_base(self) -> bool:
+        """Whether this base has the model, with sinks."""
+        try:
+            known = registry.ModelRegistry.get_supported_archs()
+            return find_spec(self.module) is not None and self.config["architectures"][0] in known
+        except ModuleNotFoundError:
+            return False
+
+    def configure(self, folder: Path, monkeypatch: pytest.MonkeyPatch, size: int = 1) -> VllmConfig:
+        """What the engine makes of the row's configs, written below `folder`, for `size` tensor-parallel ranks."""
         self.prepare(monkeypatch)
-        monkeypatch.setattr(get_tp_group(), "world_size", size)
-        monkeypatch.setattr(get_tp_group(), "rank_in_group", rank)
+        # vLLM asks each class what it can do in a process of its own, which takes seconds and is prepared for nothing.
+        monkeypatch.setattr(registry, "_run_in_subprocess", lambda ask: ask())
+        draft = dict(self.draft)
+        if "model" in draft:
+            draft["model"] = _written(folder / "draft", draft["model"])
+        return EngineArgs(
+            model=_written(folder / "model", self.config),
+            speculative_config=draft or None,
+            tensor_parallel_size=size,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=128,
+            **self.engine,
+        ).create_engine_config()
+
+    def build(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+        """The model, for the groups that are set up."""
+        self.prepare(monkeypatch)
         # The base remembers by id(model) what a stage lacks, and ids come again.
         _model_to_pp_missing_layer_names.clear()
         config.compilation_config.static_forward_context.clear()
         chosen = getattr(importlib.import_module(self.module), self.model) if self.model else None
+        drafter = config.speculative_config.draft_model_config if self.draft else None
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-            return initialize_model(vllm_config=config, model_class=chosen)
+            return initialize_model(vllm_config=config, model_class=chosen, model_config=drafter)
 
     def checkpoint(
         self, version: int, heads: int = HEADS, dtype: torch.dtype = torch.bfloat16
@@ -81,6 +122,8 @@ class Row:
         """The sinks of a checkpoint; each version, layer and head has a value of its own, exact in any dtype."""
         for place, layer in enumerate(self.layers):
             yield self.weight.format(layer), torch.arange(heads).to(dtype) + 16 * version + 4 * place
+        for name, shape in self.also.items():
+            yield name, torch.ones(shape, dtype=dtype)
 
     def sinks(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The sink parameters that this stage of the model has."""
@@ -90,9 +133,10 @@ class Row:
     def check(self, model: nn.Module, version: int, size: int = 1, rank: int = 0) -> None:
         """Every head of this rank has its value, and every padded head is -inf."""
         here = HEADS // size
-        for (name, parameter), (_, whole) in zip(self.sinks(model).items(), self.checkpoint(version), strict=True):
+        sinks = islice(self.checkpoint(version), len(self.layers))
+        for (name, parameter), (_, whole) in zip(self.sinks(model).items(), sinks, strict=True):
             mine = whole[rank * here : (rank + 1) * here].to(parameter.dtype)
-            padding = torch.full((self.padding,), float("-inf"), dtype=parameter.dtype)
+            padding = torch.full((max(0, self.kernel_heads - here),), float("-inf"), dtype=parameter.dtype)
             assert torch.equal(parameter.data, torch.cat([mine, padding])), f"{name}: {parameter.data}, not {mine}"
 
     @contextmanager
@@ -120,8 +164,7 @@ class Row:
         """A cold load, which hands every sink over once, whole; the names it reports."""
         with self.watched(model) as shapes:
             loaded = model.load_weights(weights)
-        assert shapes == {name: [(HEADS,)] for name in self.sinks(model)}
-        return loaded
+        return self._loaded(loaded, shapes)
 
     def reload(self, model: nn.Module, config: VllmConfig, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """A layerwise reload in the three steps of the base, which hands every sink over once, whole."""
@@ -130,5 +173,15 @@ class Row:
             with self.watched(model) as shapes:
                 loaded = model.load_weights(weights)
             finalize_layerwise_reload(model, config.model_config)
-        assert shapes == {name: [(HEADS,)] for name in self.sinks(model)}
-        return loaded
+        return self._loaded(loaded, shapes)
+
+    def _loaded(self, loaded: set[str] | None, shapes: dict[str, list[tuple[int, ...]]]) -> set[str]:
+        assert all(handed == [(HEADS,)] for handed in shapes.values()), shapes
+        assert (loaded is None) == self.silent
+        return set(shapes) if loaded is None else {name for name in loaded if not name.endswith(tuple(self.also))}
+
+
+def _written(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)

@@ -7,29 +7,25 @@ pass.
 """
 
 import functools
-import importlib.util
-import json
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.models.attention_sink import deepseek_v4, gpt_oss, laguna
 from tests.models.attention_sink.harness import HEADS, Row
+from tests.models.attention_sink.rows import ROWS
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
     get_pp_group,
+    get_tp_group,
     init_distributed_environment,
 )
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized
-from vllm.engine.arg_utils import EngineArgs
 
-ROWS = gpt_oss.ROWS | laguna.ROWS | deepseek_v4.ROWS
 RANKS = [(1, 0), (2, 0), (2, 1)]
 
 Build = Callable[..., tuple[nn.Module, VllmConfig]]
@@ -50,32 +46,30 @@ def one_process() -> Iterator[None]:
 def row(request: pytest.FixtureRequest) -> Row:
     """Each model that this base has."""
     row = ROWS[request.param]
-    if not importlib.util.find_spec(row.module):
+    if not row.is_in_base():
         pytest.skip(f"this base has no {row.module}")
     return row
 
 
 @pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VllmConfig]:
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row, int], VllmConfig]:
     @functools.cache
-    def config(text: str) -> VllmConfig:
-        folder: Path = tmp_path_factory.mktemp("model")
-        (folder / "config.json").write_text(text)
-        arguments = EngineArgs(
-            model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=128
-        )
-        return arguments.create_engine_config()
+    def config(row: Row, size: int) -> VllmConfig:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            return row.configure(tmp_path_factory.mktemp("configs"), monkeypatch, size)
 
     return config
 
 
 @pytest.fixture
-def build(configs: Callable[[str], VllmConfig], row: Row, monkeypatch: pytest.MonkeyPatch) -> Build:
+def build(configs: Callable[[Row, int], VllmConfig], row: Row, monkeypatch: pytest.MonkeyPatch) -> Build:
     """Builds the row's model as rank `rank` of `size` tensor-parallel ranks."""
 
     def build(size: int = 1, rank: int = 0) -> tuple[nn.Module, VllmConfig]:
-        config = configs(json.dumps(row.config))
-        return row.build(config, monkeypatch, size, rank), config
+        config = configs(row, size)
+        monkeypatch.setattr(get_tp_group(), "world_size", size)
+        monkeypatch.setattr(get_tp_group(), "rank_in_group", rank)
+        return row.build(config, monkeypatch), config
 
     return build
 
@@ -134,13 +128,25 @@ def test_a_pipeline_stage_without_the_layer_skips_it(
 @pytest.mark.parametrize("heads", [3, 6, 2])
 def test_heads_of_another_model_are_refused(build: Build, row: Row, heads: int) -> None:
     model, _ = build(2, 1)
-    name = re.escape(row.parameter.format(row.layers[0]))
+    name = re.escape(row.called or row.parameter.format(row.layers[0]))
     with pytest.raises(ValueError, match=rf"{name}: {heads} heads"):
         model.load_weights(row.checkpoint(1, heads=heads))
 
 
 def test_a_tensor_of_another_rank_is_refused(build: Build, row: Row) -> None:
     model, _ = build()
-    name = re.escape(row.parameter.format(row.layers[0]))
+    name = re.escape(row.called or row.parameter.format(row.layers[0]))
     with pytest.raises(ValueError, match=rf"{name}: .* shape \(4, 1\)"):
         model.load_weights((name, sink[:, None]) for name, sink in row.checkpoint(1))
+
+
+@pytest.mark.parametrize("row", ["hy-v4", "hy-v4-amd", "hy-v4-mtp"], indirect=True)
+def test_what_hy_v4_pads_for_its_kernel_is_the_last_load(build: Build, row: Row) -> None:
+    model, config = build()
+    kernels = [module.mla_attn.impl for module in model.modules() if hasattr(module, "mla_attn")]
+    assert len(kernels) == len(row.layers)
+    row.load(model, row.checkpoint(1))
+    row.reload(model, config, row.checkpoint(2))
+    for kernel, (_, whole) in zip(kernels, row.checkpoint(2), strict=True):
+        padded = kernel._sinks_for_query(torch.zeros(1, HEADS, 1), head_dim=1, kernel_heads=HEADS + 3)
+        assert torch.equal(padded, torch.cat([whole.float(), torch.full((3,), float("-inf"))]))
