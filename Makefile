@@ -38,7 +38,7 @@ lint: setup
 
 test: lint
 	$(PY) -m fork status
-	$(PY) -m pytest tests/fork
+	$(PY) -m pytest -n 2 --dist loadfile tests/fork
 	$(PY) -m fork trial
 
 # Each patch dropped in turn: the tests it names go red.

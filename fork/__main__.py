@@ -9,7 +9,7 @@ import sys
 from fork.errors import ForkError
 
 VERBS = (
-    *("apply", "bases", "build", "develop", "docs", "export", "install"),
+    *("apply", "bases", "build", "check-writes", "develop", "docs", "export", "install"),
     *("lint", "lock", "revert", "status", "tree", "trial"),
 )
 
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name in VERBS:
         try:
-            module = importlib.import_module(f"fork.{name}")
+            module = importlib.import_module(f"fork.{name.replace('-', '_')}")
         except ModuleNotFoundError as error:
             if str(error.name).startswith("fork."):
                 raise

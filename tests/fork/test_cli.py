@@ -12,7 +12,7 @@ from fork.__main__ import VERBS
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_is_the_module_of_its_name_and_has_help_and_json(fork, verb):
-    assert (ROOT / "fork" / f"{verb}.py").is_file()
+    assert (ROOT / "fork" / f"{verb.replace('-', '_')}.py").is_file()
     done = fork(verb, "--help")
     assert done.status == 0 and "--json" in done.out
 

@@ -93,7 +93,7 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> None:
         import vllm.platforms.rocm  # noqa: F401
 
 
-def runner_of_dspark(monkeypatch: pytest.MonkeyPatch) -> None:
+def dspark_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one model runner that knows DSpark wants Triton. No runner is started."""
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
 
@@ -118,72 +118,6 @@ def together(*steps: Prepare) -> Prepare:
     return prepare
 
 
-def paddings(name: str, row: Row) -> dict[str, Row]:
-    """The row, and the same with a kernel that pads where its own does not, or does not where its own does."""
-    other, heads = ("unpadded", 0) if row.kernel_heads else ("padded", HEADS + 3)
-    prepare = together(row.prepare, kernel_of(row.module, heads))
-    return {name: row, f"{name}-{other}": replace(row, kernel_heads=heads, prepare=prepare)}
-
-
-def target(platform: str) -> Row:
-    return Row(
-        DEEPSEEK_V4,
-        "layers.{}.attn.attn_sink",
-        "model.layers.{}.attn.attn_sink",
-        f"vllm.models.deepseek_v4.{platform}.model",
-        "DeepseekV4ForCausalLM",
-        kernel_heads=KERNEL_HEADS[platform],
-        also=FOLDED if platform == "nvidia" else {},
-        prepare=HARDWARE[platform],
-        engine=FP8_CACHE,
-    )
-
-
-def target_v41(platform: str) -> Row:
-    return Row(
-        DEEPSEEK_V41,
-        "layers.{}.attn.attn_sink",
-        "language_model.model.layers.{}.attn.attn_sink",
-        f"vllm.models.deepseek_v41.{platform}.vl_model",
-        "DeepseekV41ForCausalLM",
-        kernel_heads=KERNEL_HEADS[platform],
-        also=FOLDED,
-        prepare=HARDWARE[platform],
-        engine=FP8_CACHE,
-    )
-
-
-def mtp(platform: str) -> Row:
-    return Row(
-        DEEPSEEK_V4,
-        "mtp.{}.attn.attn_sink",
-        "model.layers.2.mtp_block.attn.attn_sink",
-        f"vllm.models.deepseek_v4.{platform}.mtp",
-        "DeepSeekV4MTP",
-        layers=(0,),
-        kernel_heads=KERNEL_HEADS[platform],
-        prepare=HARDWARE[platform],
-        engine=FP8_CACHE,
-        draft={"method": "mtp", "num_speculative_tokens": 1},
-        **DRAFTER,
-    )
-
-
-def dspark(config: dict[str, Any], platform: str) -> Row:
-    return Row(
-        config,
-        "mtp.{}.attn.attn_sink",
-        "model.layers.{}.attn.attn_sink",
-        f"vllm.models.{config['model_type']}.{platform}.dspark",
-        "DSparkDeepseekV4ForCausalLM",
-        kernel_heads=KERNEL_HEADS[platform],
-        prepare=together(HARDWARE[platform], runner_of_dspark),
-        engine=FP8_CACHE,
-        draft={"method": "dspark", "num_speculative_tokens": 2},
-        **DRAFTER,
-    )
-
-
 HARDWARE = {"cpu": cpu, "xpu": xpu, "amd": amd, "nvidia": nvidia}
 #: How many heads the kernel of each platform wants at least.
 KERNEL_HEADS = {"cpu": 0, "xpu": 0, "amd": 0, "nvidia": 64}
@@ -193,20 +127,94 @@ FOLDED = {
     for part in ("attn", "ffn")
     for name, shape in {"fn": (8, 128), "base": (8,), "scale": (3,)}.items()
 }
-#: Before 0.31 the kernels' cache is asked for by name.
-FP8_CACHE = {"kv_cache_dtype": "fp8"}
-DRAFTER: dict[str, Any] = {
-    "called": "model.layers.2.attn.attn_sink",
-    "stages": (),
-    "unstaged": "a drafter is whole on each stage",
-}
+
+
+def rows(name: str, platform: str, module: str, **other: Any) -> dict[str, Row]:
+    """A model with its own kernel, and with one that pads where its own does not or does not where its own does."""
+    row = Row(
+        module=f"vllm.models.{other['config']['model_type']}.{platform}.{module}",
+        kernel_heads=KERNEL_HEADS[platform],
+        prepare=together(HARDWARE[platform], dspark_runner) if module == "dspark" else HARDWARE[platform],
+        # Before 0.31 the kernels' cache has to be asked for by name.
+        engine={"kv_cache_dtype": "fp8"},
+        **other,
+    )
+    padded, heads = ("unpadded", 0) if row.kernel_heads else ("padded", HEADS + 3)
+    changed = together(row.prepare, kernel_of(row.module, heads))
+    return {
+        f"{name}-{platform}": row,
+        f"{name}-{platform}-{padded}": replace(row, kernel_heads=heads, prepare=changed),
+    }
+
+
+def target(platform: str) -> dict[str, Row]:
+    return rows(
+        "deepseek-v4",
+        platform,
+        "model",
+        config=DEEPSEEK_V4,
+        weight="layers.{}.attn.attn_sink",
+        parameter="model.layers.{}.attn.attn_sink",
+        model="DeepseekV4ForCausalLM",
+        also=FOLDED if platform == "nvidia" else {},
+    )
+
+
+def target_v41(platform: str) -> dict[str, Row]:
+    return rows(
+        "deepseek-v41",
+        platform,
+        "vl_model",
+        config=DEEPSEEK_V41,
+        weight="layers.{}.attn.attn_sink",
+        parameter="language_model.model.layers.{}.attn.attn_sink",
+        model="DeepseekV41ForCausalLM",
+        also=FOLDED,
+    )
+
+
+def drafter(name: str, platform: str, module: str, **other: Any) -> dict[str, Row]:
+    return rows(
+        name,
+        platform,
+        module,
+        weight="mtp.{}.attn.attn_sink",
+        called="model.layers.2.attn.attn_sink",
+        stages=(),
+        unstaged="a drafter is whole on each stage",
+        **other,
+    )
+
+
+def mtp(platform: str) -> dict[str, Row]:
+    return drafter(
+        "deepseek-v4-mtp",
+        platform,
+        "mtp",
+        config=DEEPSEEK_V4,
+        parameter="model.layers.2.mtp_block.attn.attn_sink",
+        model="DeepSeekV4MTP",
+        layers=(0,),
+        draft={"method": "mtp", "num_speculative_tokens": 1},
+    )
+
+
+def dspark(name: str, config: dict[str, Any], platform: str) -> dict[str, Row]:
+    return drafter(
+        name,
+        platform,
+        "dspark",
+        config=config,
+        parameter="model.layers.{}.attn.attn_sink",
+        model="DSparkDeepseekV4ForCausalLM",
+        draft={"method": "dspark", "num_speculative_tokens": 2},
+    )
+
 
 ROWS: dict[str, Row] = {}
 for platform in ("cpu", "xpu", "amd", "nvidia"):
-    ROWS |= paddings(f"deepseek-v4-{platform}", target(platform))
+    ROWS |= target(platform)
 for platform in ("xpu", "amd", "nvidia"):
-    ROWS |= paddings(f"deepseek-v4-mtp-{platform}", mtp(platform))
-    ROWS |= paddings(f"deepseek-v4-dspark-{platform}", dspark(DEEPSEEK_V4, platform))
+    ROWS |= mtp(platform) | dspark("deepseek-v4-dspark", DEEPSEEK_V4, platform)
 for platform in ("amd", "nvidia"):
-    ROWS |= paddings(f"deepseek-v41-{platform}", target_v41(platform))
-    ROWS |= paddings(f"deepseek-v41-dspark-{platform}", dspark(DEEPSEEK_V41, platform))
+    ROWS |= target_v41(platform) | dspark("deepseek-v41-dspark", DEEPSEEK_V41, platform)
