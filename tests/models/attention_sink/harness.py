@@ -10,13 +10,20 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import nn
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    get_tp_group,
+    init_distributed_environment,
+)
+from vllm.distributed.parallel_state import ensure_model_parallel_initialized
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -26,6 +33,8 @@ from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 HEADS = 4
+#: The tensor-parallel sizes and ranks that one process stands for in turn.
+RANKS = [(1, 0), (2, 0), (2, 1)]
 
 #: What the configs of the models have in common.
 TINY: dict[str, Any] = {
@@ -40,6 +49,35 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 256,
     "num_experts_per_tok": 2,
 }
+
+
+Loaded = TypeVar("Loaded")
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """The gloo groups of a world of one."""
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    yield
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def stand_for(size: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tell the tensor-parallel group of the one process that it is rank `rank` of `size`."""
+    monkeypatch.setattr(get_tp_group(), "world_size", size)
+    monkeypatch.setattr(get_tp_group(), "rank_in_group", rank)
+
+
+def layerwise(model: nn.Module, config: VllmConfig, load: Callable[[], Loaded]) -> Loaded:
+    """What `load` returns in the middle of the base's layerwise reload."""
+    with set_current_vllm_config(config):
+        initialize_layerwise_reload(model)
+        loaded = load()
+        finalize_layerwise_reload(model, config.model_config)
+    return loaded
 
 
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,24 +199,16 @@ class Row:
         yield shapes
 
     def load(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        """A cold load, which hands every sink over once, whole; the names it reports."""
+        """A load that hands every sink over once, whole; the sinks that it reports."""
         with self.watched(model) as shapes:
             loaded = model.load_weights(weights)
-        return self._loaded(loaded, shapes)
-
-    def reload(self, model: nn.Module, config: VllmConfig, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        """A layerwise reload in the three steps of the base, which hands every sink over once, whole."""
-        with set_current_vllm_config(config):
-            initialize_layerwise_reload(model)
-            with self.watched(model) as shapes:
-                loaded = model.load_weights(weights)
-            finalize_layerwise_reload(model, config.model_config)
-        return self._loaded(loaded, shapes)
-
-    def _loaded(self, loaded: set[str] | None, shapes: dict[str, list[tuple[int, ...]]]) -> set[str]:
         assert all(handed == [(HEADS,)] for handed in shapes.values()), shapes
         assert (loaded is None) == self.silent
         return set(shapes) if loaded is None else {name for name in loaded if not name.endswith(tuple(self.also))}
+
+    def reload(self, model: nn.Module, config: VllmConfig, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        """The same in a layerwise reload."""
+        return layerwise(model, config, lambda: self.load(model, weights))
 
 
 def _written(folder: Path, config: dict[str, Any]) -> str:

@@ -50,7 +50,7 @@ MODULE = "vllm.model_executor.models.mimo_v2"
 
 def images_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor that Omni names at import reads images with torchvision, which a CPU installation may lack."""
-    if find_spec("torchvision"):
+    if "torchvision" in sys.modules or find_spec("torchvision"):
         return
     for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
         monkeypatch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))

@@ -14,32 +14,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models.attention_sink.harness import HEADS, Row
+from tests.models.attention_sink.harness import HEADS, RANKS, Row, one_process, stand_for
 from tests.models.attention_sink.rows import ROWS
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    destroy_distributed_environment,
-    destroy_model_parallel,
-    get_pp_group,
-    get_tp_group,
-    init_distributed_environment,
-)
-from vllm.distributed.parallel_state import ensure_model_parallel_initialized
-
-RANKS = [(1, 0), (2, 0), (2, 1)]
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
 
 Build = Callable[..., tuple[nn.Module, VllmConfig]]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    """The gloo groups of a world of one."""
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-    yield
-    destroy_model_parallel()
-    destroy_distributed_environment()
+def groups() -> Iterator[None]:
+    with one_process():
+        yield
 
 
 @pytest.fixture(params=ROWS)
@@ -67,8 +53,7 @@ def build(configs: Callable[[Row, int], VllmConfig], row: Row, monkeypatch: pyte
 
     def build(size: int = 1, rank: int = 0) -> tuple[nn.Module, VllmConfig]:
         config = configs(row, size)
-        monkeypatch.setattr(get_tp_group(), "world_size", size)
-        monkeypatch.setattr(get_tp_group(), "rank_in_group", rank)
+        stand_for(size, rank, monkeypatch)
         return row.build(config, monkeypatch), config
 
     return build
