@@ -89,6 +89,8 @@ def _one(patch: Patch, version: Version, read: Reader, state: dict[str, bytes], 
         for path in patch.adds:
             if read(path) is not None or path in state:
                 raise _Failure(REGION_CHANGED, f"{path} is there already; the overlay only adds files")
+            if not (root / path).is_file():
+                raise _Failure(TARGET_MISSING, f"{path} is named in `adds` but missing; restore it or take it out")
             files[path] = (root / path).read_bytes()
         return Result(patch, APPLIED, files=files, regions=regions)
     except _Failure as failure:

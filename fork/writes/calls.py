@@ -48,6 +48,9 @@ _TENSORS = {"named_parameters": "pairs", "named_buffers": "pairs", "parameters":
 _MODULES = {"named_modules": "pairs", "named_children": "pairs", "modules": "each", "children": "each"}
 _BY_NAME = {"get_parameter": Kind.PARAMETER, "get_buffer": Kind.BUFFER, "get_submodule": Kind.UNKNOWN}
 
+#: Modules of torch that hold what they are given.
+_HOLDERS = _words("ModuleDict ModuleList ParameterDict ParameterList")
+
 #: Methods that return the module itself.
 _SAME = _words("to half float double bfloat16 cuda cpu eval train")
 
@@ -180,6 +183,8 @@ def _method(call: _Call, receiver: Value, func: ast.Attribute) -> Value:
             case Table(item) if name in ("get", "pop", "setdefault") and call.node.args:
                 held = call.flow.look_up(call.frame, item, call.node.args[0], call.first)
                 found.append(join(held, *call.positional[1:2]))
+            case Many(item) | Table(item) if name in _TENSORS or name in _MODULES:
+                found.extend(_of_module(call, each, name) for each in item if isinstance(each, Owned))
             case Many() | Table():
                 found.append(_of_container(atom, name))
     if not receiver:
@@ -274,6 +279,8 @@ def _outside(call: _Call, name: str) -> Value:
         call.note("in-place", call.first)
         return call.first
     if name.startswith("torch."):
+        if last in _HOLDERS:
+            return call.first
         if last in _VIEW | _VIEWS:
             return (Many(call.first),) if last in _VIEWS else call.first
         return (Made(),)

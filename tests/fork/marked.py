@@ -9,7 +9,7 @@ HEAD = """
 import itertools
 import torch
 from functools import partial
-from torch import nn
+from torch import Tensor, nn
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -18,12 +18,15 @@ class Layer(nn.Module):
         self.sinks = nn.Parameter(torch.empty(4))
         self.proj = Linear(4, 4)
         self.kind = kind
+    def weight_loader(self, param, tensor):
+        param.data.copy_(tensor)
 
 class Model(nn.Module):
     def __init__(self):
         self.w = nn.Parameter(torch.empty(4))
         self.register_buffer("mask", torch.zeros(4))
         self.scratch = torch.zeros(4)
+        self.derived: Tensor | None = None
         self.seen = {}
         self.layer = Layer()
         self.layers = nn.ModuleList([Layer(kind) for kind in "ab"])

@@ -35,6 +35,7 @@ WRITES = {
     "unbound method": "torch.Tensor.copy_(self.w, tensor)  #! self.w as in-place",
     "many at once": "torch._foreach_copy_([params[name], self.w], [tensor])  #! name as in-place; self.w as in-place",
     "state": "self.layer.load_state_dict(tensor)  #! self.layer.* as load_state_dict",
+    "element of a buffer": "self.mask[0] = tensor  #! self.mask as subscript",
     "buffer": "self.mask.copy_(tensor)  #! self.mask as in-place",
 }
 
@@ -53,6 +54,10 @@ ALIASES = {
     "loop over parameters": "for key, p in self.named_parameters():\n    p.zero_()  #! self.* as in-place",
     "loop over pairs": "for p, t in zip(self.parameters(), [tensor]):\n    p.copy_(t)  #! self.* as in-place",
     "loop over modules": "for i, l in enumerate(self.layers): l.sinks.zero_()  #! self.layers[*].sinks as in-place",
+    "modules put together": (
+        "held = nn.ModuleDict({'a': self.layer})\n"
+        "dict(held.named_parameters())[name].copy_(tensor)  #! name as in-place"
+    ),
     "range of modules": "self.layers[1:][0].sinks.copy_(tensor)  #! self.layers[*].sinks as in-place",
     "comprehension": "[p.zero_() for p in self.layer.parameters() if p.ndim]  #! self.layer.* as in-place",
     "own table": "own = {k: v for k, v in params.items() if k}\nown[name].copy_(tensor)  #! name as in-place",
@@ -85,6 +90,8 @@ LABELS = {
     "innermost": "if 'a' in name:\n    if 'b' in name:\n        params[name].zero_()  #! b as in-place",
     "not": "if 'a' not in name:\n    params[name].zero_()  #! name as in-place",
     "else of not": "if 'a' not in name:\n    pass\nelse:\n    params[name].zero_()  #! a as in-place",
+    "not ends with": "if not name.endswith('.a'):\n    continue\nparams[name].zero_()  #! .a as in-place",
+    "about the name first": "if 'a' in name:\n    if 'x' in kind:\n        params[name].zero_()  #! a as in-place",
     "after leaving": "if 'a' not in name:\n    continue\nparams[name].zero_()  #! a as in-place",
     "about something else": "if self.kind == 'fp8':\n    params[name].zero_()  #! name as in-place",
     "another variable of the name": "full = 'x.' + name\nif 'a' in name:\n    params[full].zero_()  #! a as in-place",
@@ -109,6 +116,8 @@ HARMLESS = {
     "stack of parameters": "t = torch.cat([self.w, self.w])\nt.zero_()",
     "sum": "t = self.w + 1\nt *= 2",
     "assigned anew": "p = self.w\np = torch.zeros(4)\np.copy_(tensor)",
+    "tensor by annotation": "self.derived.copy_(tensor)\nself.derived = torch.cat([self.w])",
+    "other buffer": "self.mask = tensor",
     "plain tensor": "self.scratch.copy_(tensor)\nself.scratch = torch.cat([self.w])",
     "table": "self.seen[name] = tensor\nparams[name] = tensor\nparams.update(self.seen)",
     "set": "loaded = set()\nloaded.add(name)\nloaded |= {name}",

@@ -49,7 +49,7 @@ class Model(Base):
     "class method": """
 class Model(Base):
     def load_weights(self, weights):
-        Model.put(target=self.w)
+        Model.put(self.w)
     @classmethod
     def put(cls, target):
         target.zero_()  #! Model.put: self.w as in-place
@@ -139,7 +139,11 @@ class Experts(nn.Module):
     def put(self, tensor):
         self.w13.copy_(tensor)  #! Experts.put: self.w13 as in-place
 
-def build(kind) -> type:
+class Other(nn.Module):
+    def put(self, tensor):
+        self.other.copy_(tensor)
+
+def build(kind):
     return Experts
 
 class Model(Base):
@@ -164,6 +168,16 @@ class Model(Base):
             put = getattr(module, "put", None)
             if put is not None:
                 put(weights)
+""",
+    "submodule whose class the file defines": """
+class Experts(nn.Module):
+    def put(self, tensor):
+        self.w13.copy_(tensor)  #! Experts.put: self.w13 as in-place
+
+class Model(Base):
+    def load_weights(self, weights):
+        for module in self.inner.modules():
+            module.put(weights)
 """,
     "submodule by isinstance": """
 class Model(Base):
@@ -223,6 +237,10 @@ class Part(nn.Module):
     def settle(self):
         self.scale.fill_(1)  #! Part.settle: self.scale as in-place
 
+class Other(nn.Module):
+    def settle(self):
+        self.other.fill_(1)
+
 def put_all(model):
     model.w.zero_()  #! put_all: model.w as in-place
 
@@ -245,7 +263,7 @@ import torch
 from functools import partial
 from torch import nn
 from . import base
-from .base import Base, Part, put_all
+from .base import Base, Other, Part, put_all
 from vllm.model_executor.model_loader.weight_utils import renamed
 """
 
@@ -330,11 +348,14 @@ self.w.weight_loader(self.w, tensor)
 tensor.zero_()
 tensor[:2].data.mul_(2)
 copy = tensor.clone()
-getattr(self.w, "weight_loader", default_weight_loader)(self.w, tensor)"""
+getattr(self.w, "weight_loader", default_weight_loader)(self.w, tensor)
+self.layer.weight_loader(self.layer, tensor)
+self.layer.weight_loader(param=self.w, tensor=tensor)"""
     found = rows(body(code), also=MORE)
     assert [(row[1], *row[3:]) for row in found] == [
         (HEAD.count("\n") + 1, "name", "direct-loader"),
         (HEAD.count("\n") + 3, "tensor", "sender"),
         (HEAD.count("\n") + 4, "tensor[:2].data", "sender"),
+        (HEAD.count("\n") + 8, "self.w", "direct-loader"),
     ]
     assert rows(body(code)) == []

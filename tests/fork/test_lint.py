@@ -99,7 +99,9 @@ def test_code_copied_from_upstream_is_found_and_the_file_and_line_named(git_repo
     assert all(row["where"].startswith("fork/stolen.py:") and "weight_utils.py:" in row["detail"] for row in rows)
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "notes.txt", "vllm/a.sh", 'fork/g\u00e9n "quoted".py'])
+@pytest.mark.parametrize(
+    "name", ["Dockerfile", "notes.txt", "vllm/a.sh", 'fork/g\u00e9n "quoted".py', "fork/\udcff.py"]
+)
 def test_every_file_is_looked_at_whatever_its_name(git_repo, name, monkeypatch):
     (git_repo / name).write_bytes(b"x = 1  # not UTF-8: \xe9\n")
     monkeypatch.setenv("GIT_DIR", str(ROOT / ".git"))

@@ -113,6 +113,13 @@ def test_a_patch_without_a_header_is_refused(repo):
     run_fork(repo, "status").refuses(f"patches/{PATCH}/patch.toml is missing")
 
 
+def test_an_added_file_that_is_gone_is_target_missing(repo):
+    gone = next(p for p in load_series() if p.name == PATCH).adds[0]
+    (repo / gone).unlink()
+    row = _outcome(repo)
+    assert row["outcome"] == "target-missing" and gone in row["detail"]
+
+
 def test_a_moved_target_is_target_missing(repo):
     rule = next((repo / "patches" / PATCH / "edits").glob("*.yml"))
     _edit(rule, "target: vllm/", "target: vllm/moved/")
