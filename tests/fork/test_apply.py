@@ -231,10 +231,13 @@ def test_a_forged_journal_cannot_name_a_file_outside_the_tree(fork, tree, name):
 
 
 def _slow(verb: str, tree: Path, pause: float, writes: int = 1) -> subprocess.Popen[str]:
-    """A process that waits `pause` seconds after each file it writes; returned after the first `writes` of them."""
+    """A process that waits `pause` seconds after the first `writes` files it writes, where it is returned."""
     program = (
-        "import sys, time; from fork import files, __main__; real = files.write\n"
-        f"files.write = lambda *args: (real(*args), print('one', flush=True), time.sleep({pause}))\n"
+        "import sys, time; from fork import files, __main__; real, done = files.write, []\n"
+        "def write(*args):\n"
+        "    real(*args); done.append(print('one', flush=True))\n"
+        f"    if len(done) == {writes}: time.sleep({pause})\n"
+        "files.write = write\n"
         f"sys.exit(__main__.main([{verb!r}, '--tree', {str(tree)!r}]))"
     )
     command = [sys.executable, "-c", program]
@@ -278,7 +281,7 @@ def test_an_interrupt_while_writing_takes_everything_back(tree, number, status, 
 
 
 def test_of_two_runs_at_once_one_patches_and_the_other_is_told(fork, tree):
-    run = _slow("apply", tree, 5)
+    run = _slow("apply", tree, 20)
     fork("apply", "--tree", tree).refuses("another run is at work")
     fork("revert", "--tree", tree).refuses("another run is at work")
     assert run.wait(timeout=120) == 0
