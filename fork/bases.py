@@ -6,6 +6,7 @@ import os
 import tomllib
 import zipfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,13 @@ def find_base(name: str | None) -> Base:
 
 
 def _sha256(path: Path) -> str:
+    """Read once a run, unless the file has changed since: a CUDA wheel has over 300 MB."""
+    now = path.stat()
+    return _digest(path, now.st_ino, now.st_size, now.st_mtime_ns)
+
+
+@cache
+def _digest(path: Path, *_file: int) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

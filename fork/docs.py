@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fork import ROOT
-from fork.bases import load_bases
+from fork.bases import Base, load_bases
 from fork.errors import ForkError
 from fork.evaluate import ALREADY_UPSTREAM, APPLIED, Result, evaluate
 from fork.files import wheel_reader
@@ -32,35 +32,42 @@ base has it) or `not-for-this-base`; any other outcome is a failure, named as `p
 #: What every patch does on every base that users run: patch name -> base name -> result.
 Outcomes = dict[str, dict[str, Result]]
 
+#: Each base with what the series does to it.
+Evaluated = Sequence[tuple[Base, list[Result]]]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     del parser
 
 
-def pages(root: Path = ROOT) -> dict[str, str]:
-    """Path and whole text of each page as the series below `root` makes it. Raises ForkError: README.md has no place
-    for its table, a broken series."""
+def pages(root: Path = ROOT, evaluated: Evaluated | None = None) -> dict[str, str]:
+    """Path and whole text of each page as the series below `root` makes it; `evaluated` saves doing that again.
+
+    Raises ForkError: README.md has no place for its table, a broken series.
+    """
     series = load_series(root)
+    if evaluated is None:
+        bases = [base for base in load_bases().values() if not base.tests_only]
+        evaluated = [(base, evaluate(series, base.version, wheel_reader(base.wheel()), root)) for base in bases]
     outcomes: Outcomes = {patch.name: {} for patch in series}
-    for base in load_bases().values():
-        if not base.tests_only:
-            for result in evaluate(series, base.version, wheel_reader(base.wheel()), root):
-                outcomes[result.patch.name][base.name] = result
+    for base, results in evaluated:
+        for result in results if not base.tests_only else ():
+            outcomes[result.patch.name][base.name] = result
     return {PAGE: _page(series, outcomes), README: _readme(root / README, _summary(series, outcomes))}
 
 
-def stale(root: Path = ROOT) -> dict[str, str]:
+def stale(root: Path = ROOT, evaluated: Evaluated | None = None) -> dict[str, str]:
     """The pages that are missing or say something else than `pages`, with the text they should have."""
     return {
         path: text
-        for path, text in pages(root).items()
+        for path, text in pages(root, evaluated).items()
         if not (root / path).is_file() or (root / path).read_bytes() != text.encode()
     }
 
 
-def findings(root: Path = ROOT) -> Iterator[Row]:
+def findings(root: Path = ROOT, evaluated: Evaluated | None = None) -> Iterator[Row]:
     """Each stale page, in the form of `fork.lint`: `check`, `where` and `detail`."""
-    for path in stale(root):
+    for path in stale(root, evaluated):
         yield {"check": "docs", "where": path, "detail": "is not what the series makes it; `python -m fork docs`"}
 
 

@@ -1,6 +1,5 @@
 """What the series does to a base: computed in memory, every patch with its named outcome, nothing written."""
 
-import ast
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +8,7 @@ from packaging.version import Version
 
 from fork import ROOT
 from fork.errors import ForkError
-from fork.region import MODULE, Regions, read_lock, touched
+from fork.region import MODULE, Regions, definitions, read_lock, touched
 from fork.rules import Match, Rule, find, overlap, rewrite
 from fork.series import Patch
 
@@ -123,7 +122,7 @@ def _edit(
 
 def _must_parse(text: bytes, rule: Rule, target: str) -> None:
     try:
-        ast.parse(text)
+        definitions(text)
     except (SyntaxError, ValueError) as error:
         line = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
         raise ForkError(f"{rule.name} leaves {target} broken: {line}") from None

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fork import ROOT, docs
-from fork.bases import Base, find_base, load_bases
+from fork.bases import find_base, load_bases
 from fork.errors import ForkError
-from fork.evaluate import Reader, evaluate
+from fork.evaluate import evaluate
 from fork.files import wheel_reader
 from fork.originality import project_files, runs, upstream_files
 from fork.region import read_lock
@@ -45,9 +45,10 @@ def findings(base: str | None = None, root: Path = ROOT) -> Iterator[Row]:
             yield from _files(patch, root, ours)
             yield from _rules(patch)
         yield from _owners(series, ours)
-        yield from _locks(series, bases, root, stale=base is None)
+        evaluated = [(each, evaluate(series, each.version, read, root)) for each, read in bases]
+        yield from _locks(series, evaluated, stale=base is None)
         if base is None:
-            yield from docs.findings(root)
+            yield from docs.findings(root, evaluated)
     except ForkError as error:
         yield _finding("series", "patches", str(error))
     for run in runs(ours, upstream_files()):
@@ -99,10 +100,10 @@ def _owners(series: list[Patch], ours: Iterable[str]) -> Iterator[Row]:
             yield _finding("owners", path, "is owned by no patch; name it in the `adds` of one")
 
 
-def _locks(series: list[Patch], bases: list[tuple[Base, Reader]], root: Path, stale: bool) -> Iterator[Row]:
+def _locks(series: list[Patch], evaluated: docs.Evaluated, stale: bool) -> Iterator[Row]:
     versions: dict[str, set[str]] = {patch.name: set() for patch in series}
-    for base, read in bases:
-        for result in evaluate(series, base.version, read, root):
+    for base, results in evaluated:
+        for result in results:
             where = f"patches/{result.patch.name}"
             if result.failed:
                 yield _finding("outcome", where, f"on {base.name}: {result.outcome}: {result.detail}")

@@ -33,7 +33,7 @@ def touched(text: bytes, match: Match, pristine: bytes) -> dict[str, str]:
     last = text.count(b"\n", 0, end) + 1
     near = [
         (name, from_line <= first and last <= to_line and (from_line, to_line) != (first, last), is_class)
-        for name, from_line, to_line, is_class in _definitions(text)
+        for name, from_line, to_line, is_class in definitions(text)
         if from_line <= last and first <= to_line
     ]
     around = [name for name, is_around, is_class in near if is_around and not is_class][-1:]
@@ -43,15 +43,18 @@ def touched(text: bytes, match: Match, pristine: bytes) -> dict[str, str]:
     lines = pristine.splitlines(keepends=True)
     # A name may be defined more than once, as overloads are: the region is all of them.
     held = dict.fromkeys(names, b"")
-    for name, at, to, _ in _definitions(pristine):
+    for name, at, to, _ in definitions(pristine):
         if name in held:
             held[name] += b"".join(lines[at - 1 : to])
     return {name: hashlib.sha256(body).hexdigest() for name, body in held.items()}
 
 
 @lru_cache(maxsize=64)
-def _definitions(text: bytes) -> tuple[tuple[str, int, int, bool], ...]:
-    """(qualified name, first line, last line, is a class) of every definition, outer ones first."""
+def definitions(text: bytes) -> tuple[tuple[str, int, int, bool], ...]:
+    """(qualified name, first line, last line, is a class) of every definition, outer ones first.
+
+    Raises SyntaxError or ValueError for a text that is no Python. Kept, since rule after rule asks for the same texts.
+    """
     found: list[tuple[str, int, int, bool]] = []
 
     def walk(node: ast.AST, prefix: str) -> None:

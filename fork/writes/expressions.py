@@ -1,4 +1,4 @@
-"""What an expression can stand for, operator by operator; calls are in `fork.calls`."""
+"""What an expression can stand for, operator by operator; calls are in `fork.writes.calls`."""
 
 import ast
 import builtins

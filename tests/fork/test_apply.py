@@ -104,13 +104,16 @@ def test_a_tree_patched_with_another_series_is_refused(repo, fork, tree):
     assert snapshot(tree) == before
 
 
-def test_a_read_only_tree_is_refused_before_anything_is_written(fork, tree):
-    path = tree / _targets()[0]
+@pytest.mark.parametrize(("verb", "target"), [("apply", 0), ("revert", -1)])
+def test_a_read_only_tree_is_refused_before_anything_is_written(fork, tree, verb, target):
+    if verb == "revert":
+        fork("apply", "--tree", tree)
+    path = tree / _targets()[target]
     for place, mode in ((path, 0o444), (path.parent, 0o555), (tree, 0o555)):
         old = place.stat().st_mode
         place.chmod(mode)
         before = snapshot(tree)
-        fork("apply", "--tree", tree).refuses("is read-only")
+        fork(verb, "--tree", tree).refuses("is read-only")
         assert snapshot(tree) == before
         place.chmod(old)
 
@@ -179,18 +182,6 @@ def test_a_write_that_fails_leaves_no_scratch_file(tmp_path):
     with pytest.raises(IsADirectoryError):
         files.write(tmp_path, "taken", b"")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-
-
-def test_a_revert_of_a_read_only_tree_is_refused_before_anything_is_written(fork, tree):
-    fork("apply", "--tree", tree)
-    path = tree / _targets()[-1]
-    for place, mode in ((path, 0o444), (path.parent, 0o555), (tree, 0o555)):
-        old = place.stat().st_mode
-        place.chmod(mode)
-        before = snapshot(tree)
-        fork("revert", "--tree", tree).refuses("is read-only")
-        assert snapshot(tree) == before
-        place.chmod(old)
 
 
 def test_a_journal_cut_short_before_its_first_byte_counted_is_cleaned_up(fork, tree):

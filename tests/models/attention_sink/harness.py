@@ -210,6 +210,17 @@ class Row:
         """The same in a layerwise reload."""
         return layerwise(model, config, lambda: self.load(model, weights))
 
+    def check_every_load(self, model: nn.Module, config: VllmConfig, size: int, rank: int) -> None:
+        """A cold load and two reloads report every sink, set the heads of this rank, and move nothing."""
+        made = self.sinks(model)
+        addresses = {name: parameter.data_ptr() for name, parameter in made.items()}
+        assert self.load(model, self.checkpoint(1)) == set(made)
+        self.check(model, 1, size, rank)
+        for version in (2, 3):
+            assert self.reload(model, config, self.checkpoint(version)) == set(made)
+            self.check(model, version, size, rank)
+            assert {name: parameter.data_ptr() for name, parameter in self.sinks(model).items()} == addresses
+
 
 def _written(folder: Path, config: dict[str, Any]) -> str:
     folder.mkdir(parents=True)

@@ -48,14 +48,7 @@ def load(family: str, rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         config = row.configure(folder, monkeypatch, RANKS)
         model = row.build(config, monkeypatch)
-        made = row.sinks(model)
-        addresses = {name: parameter.data_ptr() for name, parameter in made.items()}
-        assert row.load(model, row.checkpoint(1)) == set(made)
-        row.check(model, 1, RANKS, rank)
-        for version in (2, 3):
-            assert row.reload(model, config, row.checkpoint(version)) == set(made)
-            row.check(model, version, RANKS, rank)
-        assert {name: parameter.data_ptr() for name, parameter in row.sinks(model).items()} == addresses
+        row.check_every_load(model, config, RANKS, rank)
 
 
 @pytest.fixture(scope="module")
