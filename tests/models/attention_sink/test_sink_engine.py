@@ -95,8 +95,9 @@ def test_new_sinks_reach_a_running_engine(
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # fewer processes to start
     if current_platform.is_cpu():
-        # Ranks share the cores of this machine, however few.
+        # Ranks share the cores and the memory of this machine, however few; by default each rank takes most of the memory.
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     a, b = checkpoints
     with engine(b, ranks) as fresh:
         want = generate(fresh)
