@@ -95,7 +95,7 @@ def test_new_sinks_reach_a_running_engine(
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # fewer processes to start
     if current_platform.is_cpu():
-        # Ranks share the cores and the memory of this machine, however few; by default each rank takes most of the memory.
+        # Ranks share cores and memory, however few; by default each rank takes most of the memory.
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     a, b = checkpoints
