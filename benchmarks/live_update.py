@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -34,7 +35,7 @@ from benchmarks import tiny_gpt_oss
 from benchmarks.vllm_server import Server, ServerError, serve
 from fork.bases import find_base
 from fork.errors import ForkError
-from fork.files import stock_tree
+from fork.files import alone, stock_tree
 from fork.wheel import default_device
 
 VOCABULARY = tiny_gpt_oss.VOCABULARY
@@ -201,7 +202,8 @@ def write_checkpoints(work: Path) -> None:
 
 def report(outcomes: dict[str, Outcome], path: Path, console: Console) -> None:
     """Show the table and replace `path` with the same numbers as JSON."""
-    table = Table(title="Updated from A to B, against a server freshly started on B", title_justify="left")
+    title = f"vllm {version('vllm')} and its base, updated from A to B, against a server freshly started on B"
+    table = Table(title=title, title_justify="left")
     for column in ("", "largest log-probability difference", "tokens", "update, s"):
         table.add_column(column, justify="left" if column in ("", "tokens") else "right")
     for side, outcome in outcomes.items():
@@ -228,18 +230,20 @@ def run(stock: Path, out: Path) -> int:
     """Measure both sides with all files under `out`; the exit status."""
     work, result = out / "demo", out / "demo.json"
     work.mkdir(parents=True, exist_ok=True)
-    result.unlink(missing_ok=True)  # a run that fails must not leave the numbers of an earlier one
     console = Console()
     steps = Steps(console)
-    with steps.bar:
-        with steps.step("write checkpoints A and B"):
-            write_checkpoints(work)
-        outcomes = {"stock": measure("stock", stock, work, steps), "fork": measure("fork", None, work, steps)}
-    report(outcomes, result, console)
+    with alone(work):
+        result.unlink(missing_ok=True)  # a run that fails must not leave the numbers of an earlier one
+        with steps.bar:
+            with steps.step("write checkpoints A and B"):
+                write_checkpoints(work)
+            outcomes = {"stock": measure("stock", stock, work, steps), "fork": measure("fork", None, work, steps)}
+        report(outcomes, result, console)
     return verdict(outcomes)
 
 
 def _exit_on(number: int, _frame: object) -> None:
+    os.write(2, b"\nstopping the servers\n")
     raise SystemExit(128 + number)
 
 

@@ -1,6 +1,7 @@
 """Lays out, reads and writes the files of a tree: a folder with `vllm/` in it."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -184,6 +185,20 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold `folder` for this run alone; the kernel lets go of it when the run ends, however it does."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ForkError(f"another run is at work on {folder}; wait for it") from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def sha256(data: bytes | None) -> str | None:

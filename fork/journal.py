@@ -4,11 +4,7 @@ The journal lies beside `vllm/` and names every file that is changed or added, w
 written first, and each run closes it last, so a run that was cut short is seen and can be taken back by the next one.
 """
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -63,7 +59,7 @@ def patch_tree(folder: Path, base: Base, pristine: Reader, final: dict[str, byte
     that is read-only, another run at work on it, a failure that could not be taken back.
     """
     files.check_version(folder, base)
-    with _alone(folder):
+    with files.alone(folder):
         journal = read_journal(folder)
         if journal:
             _must_be_just(folder, journal, final)
@@ -88,7 +84,7 @@ def restore_tree(folder: Path, base: Base, pristine: Reader) -> list[str]:
     read-only or another run is at work on it. One that is cut short can be run again.
     """
     files.check_version(folder, base)
-    with _alone(folder):
+    with files.alone(folder):
         return _restore(folder, base, pristine)
 
 
@@ -179,17 +175,3 @@ def _is_pair(entry: object) -> bool:
 
 def _write(folder: Path, journal: Journal) -> None:
     files.write(folder, JOURNAL, (json.dumps(asdict(journal), indent=1) + "\n").encode())
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the tree for this run alone; the kernel lets go of it when the run ends, however it does."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ForkError(f"another run is at work on {folder}; wait for it") from None
-        yield
-    finally:
-        os.close(handle)

@@ -56,6 +56,13 @@ def test_without_its_requirements_the_tool_says_in_one_line_how_to_get_them():
     assert "is not installed" in done.stderr and "make setup" in done.stderr
 
 
+def test_an_older_python_is_told_so_in_one_line():
+    program = "import sys; sys.version_info = (3, 10, 12); import fork"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("fork: Python 3.11 or later is needed, ") and len(done.stderr.splitlines()) == 1
+
+
 def test_a_module_of_the_tool_that_is_missing_is_named_as_what_it_is(repo):
     (repo / "fork" / "region.py").unlink()
     done = run_fork(repo, "status")

@@ -26,6 +26,8 @@ from benchmarks import live_update, tiny_gpt_oss, vllm_server
 from benchmarks.live_update import GENERATED_TOKENS, VOCABULARY, Answer, Outcome, check, compare
 from benchmarks.vllm_server import Server, ServerError, last_meaningful_line, process_group, serve
 from fork import ROOT
+from fork.errors import ForkError
+from fork.files import alone
 
 NOWHERE = Server("stock on A", "http://127.0.0.1:9", Path("some.log"))
 
@@ -194,6 +196,15 @@ class TestLastMeaningfulLine:
         assert last_meaningful_line(path) == line
 
 
+def test_a_second_run_in_the_same_folder_is_refused_and_leaves_the_report_of_the_first(tmp_path):
+    work, result = tmp_path / "demo", tmp_path / "demo.json"
+    work.mkdir()
+    result.write_text("{}")
+    with alone(work), pytest.raises(ForkError, match="another run is at work on"):
+        live_update.run(tmp_path / "stock", tmp_path)
+    assert result.read_text() == "{}" and list(work.iterdir()) == []
+
+
 class TestPost:
     @pytest.fixture
     def server(self) -> Iterator[Server]:
@@ -348,7 +359,7 @@ class TestRealServer:
         installed = Path(str(find_spec("vllm").origin)).parents[1]
         command = [sys.executable, "-m", "benchmarks.live_update", "--stock", str(installed), "--out", str(tmp_path)]
         log = tmp_path / "demo" / "stock-A.log"
-        program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             wait_for(lambda: log.exists() and stage in log.read_text(errors="replace"), 240)
             tree = [process.pid for process in psutil.Process(program.pid).children(recursive=True)]
@@ -360,3 +371,4 @@ class TestRealServer:
         assert running(tree) == []
         assert not (tmp_path / "demo.json").exists()
         assert "write checkpoints A and B" in program.stdout.read()
+        assert program.stderr.read() == "\nstopping the servers\n"
