@@ -28,7 +28,7 @@ _READ = re.compile(r"patch\.toml|PR\.md|lock\.json|(edits|upstream|regress)/[^/]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="NAME", help="check the rules and locks on this base only, and no made page")
+    parser.add_argument("--base", metavar="NAME", help="look at this base only, and at no made page")
 
 
 def findings(base: str | None = None, root: Path = ROOT) -> Iterator[Row]:
@@ -51,7 +51,7 @@ def findings(base: str | None = None, root: Path = ROOT) -> Iterator[Row]:
             yield from docs.findings(root, evaluated)
     except ForkError as error:
         yield _finding("series", "patches", str(error))
-    for run in runs(ours, upstream_files()):
+    for run in runs(ours, upstream_files(chosen)):
         yield _finding(
             "originality", f"{run.path}:{run.first}-{run.last}", f"repeats {run.upstream}: write it your own way"
         )

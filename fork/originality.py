@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fork import git
-from fork.bases import load_bases
+from fork.bases import Base
 from fork.errors import ForkError
 
 #: How many consecutive meaningful lines make a run.
@@ -84,11 +84,11 @@ def project_files(root: Path) -> dict[str, str]:
     return {path: (root / path).read_text("utf-8", "replace") for path in listed if (root / path).is_file()}
 
 
-def upstream_files() -> Iterator[tuple[str, str]]:
-    """Every Python file of every base, each different text once."""
+def upstream_files(bases: Iterable[Base]) -> Iterator[tuple[str, str]]:
+    """Every Python file of every wheel of `bases`, each different text once."""
     seen: set[int] = set()
-    for base in load_bases().values():
-        for wheel in () if base.tests_only else base.wheels.values():
+    for base in bases:
+        for wheel in base.wheels.values():
             with wheel.open() as archive:
                 for info in archive.infolist():
                     if info.filename.endswith(".py") and info.CRC not in seen:

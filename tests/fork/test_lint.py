@@ -30,7 +30,8 @@ def _found(repo, *args) -> set[tuple[str, str]]:
 
 
 def test_this_repository_has_no_finding(fork):
-    done = fork("lint")
+    """On one base; `make lint` looks at all."""
+    done = fork("lint", "--base", "0.33.0")
     assert (done.status, done.out) == (0, "lint: every check holds\n"), done.out
 
 
@@ -83,11 +84,9 @@ def test_a_broken_series_is_a_finding_but_a_wheel_of_another_hash_is_an_error(gi
     bad = tmp_path / "cache" / find_base("0.32.0").wheel().file
     bad.parent.mkdir()
     bad.write_bytes(b"no wheel")
-    for args in ([], ["--base", "0.32.0"]):
-        run_fork(git_repo, "lint", *args, VLLM_FORK_CACHE=str(bad.parent)).refuses("wrong hash", bad.name)
+    run_fork(git_repo, "lint", VLLM_FORK_CACHE=str(bad.parent)).refuses("wrong hash", bad.name)
     (git_repo / "patches" / PATCH / "PR.md").write_text("no title\n")
     assert _found(git_repo) == {("series", "patches")}
-    assert {row["check"] for row in run_fork(git_repo, "lint", "--json").json} == {"series"}
 
 
 def test_code_copied_from_upstream_is_found_and_the_file_and_line_named(git_repo):
