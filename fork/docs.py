@@ -46,6 +46,7 @@ def pages(root: Path = ROOT, evaluated: Evaluated | None = None) -> dict[str, st
     Raises ForkError: README.md has no place for its table, a broken series.
     """
     series = load_series(root)
+    head, tail = _around_the_table(root / README)
     if evaluated is None:
         bases = [base for base in load_bases().values() if not base.tests_only]
         evaluated = [(base, evaluate(series, base.version, wheel_reader(base.wheel()), root)) for base in bases]
@@ -53,7 +54,7 @@ def pages(root: Path = ROOT, evaluated: Evaluated | None = None) -> dict[str, st
     for base, results in evaluated:
         for result in results if not base.tests_only else ():
             outcomes[result.patch.name][base.name] = result
-    return {PAGE: _page(series, outcomes), README: _readme(root / README, _summary(series, outcomes))}
+    return {PAGE: _page(series, outcomes), README: f"{head}\n{_summary(series, outcomes)}{tail}"}
 
 
 def stale(root: Path = ROOT, evaluated: Evaluated | None = None) -> dict[str, str]:
@@ -81,13 +82,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _readme(path: Path, table: str) -> str:
-    """The text of README.md with `table` between its markers."""
+def _around_the_table(path: Path) -> tuple[str, str]:
+    """The text of README.md up to its first marker, and from its second one on."""
     text = path.read_text() if path.is_file() else ""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ForkError(f"README.md must have the lines `{BEGIN}` and `{END}` once, in this order; put them back")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{table}{END}{rest.split(END)[1]}"
+    return text[: text.index(BEGIN)] + BEGIN, text[text.index(END) :]
 
 
 def _summary(series: list[Patch], outcomes: Outcomes) -> str:

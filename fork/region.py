@@ -21,6 +21,9 @@ MODULE = "<module>"
 
 _DEFS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
+#: What can hold a definition.
+_HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)
+
 
 def touched(text: bytes, match: Match, pristine: bytes) -> dict[str, str]:
     """Name -> sha256 of each definition that `match` touches in `text`, hashed as it is in `pristine`.
@@ -49,7 +52,7 @@ def touched(text: bytes, match: Match, pristine: bytes) -> dict[str, str]:
     return {name: hashlib.sha256(body).hexdigest() for name, body in held.items()}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def definitions(text: bytes) -> tuple[tuple[str, int, int, bool], ...]:
     """(qualified name, first line, last line, is a class) of every definition, outer ones first.
 
@@ -64,7 +67,7 @@ def definitions(text: bytes) -> tuple[tuple[str, int, int, bool], ...]:
                 name = prefix + child.name
                 found.append((name, first, child.end_lineno or child.lineno, isinstance(child, ast.ClassDef)))
                 walk(child, name + ".")
-            else:
+            elif isinstance(child, _HOLDERS):
                 walk(child, prefix)
 
     walk(ast.parse(text), "")

@@ -131,10 +131,23 @@ def specifier(text: object, where: str) -> SpecifierSet:
 
 def find(rule: Rule, text: bytes) -> list[Match]:
     """Every place `rule` matches in `text`, in order. Raises ForkError where ast-grep does not take the rule."""
+    try:
+        return list(_scan(rule.query, text))
+    except _NoAnswer as error:
+        raise ForkError(f"{rule.name} {error}") from None
+
+
+class _NoAnswer(Exception):
+    """ast-grep gave no matches; why."""
+
+
+@lru_cache(maxsize=1024)
+def _scan(query: str, text: bytes) -> tuple[Match, ...]:
+    """Kept, since bases share files and each starts a program."""
     with tempfile.TemporaryDirectory() as empty:
         # ast-grep reads an sgconfig.yml of the folder it is run in.
         done = subprocess.run(
-            [_program(), "scan", "--stdin", "--json=compact", "--inline-rules", rule.query],
+            [_program(), "scan", "--stdin", "--json=compact", "--inline-rules", query],
             input=text,
             capture_output=True,
             cwd=empty,
@@ -142,13 +155,11 @@ def find(rule: Rule, text: bytes) -> list[Match]:
     if done.returncode:
         said = done.stderr.decode(errors="replace")
         causes = [line for line in said.splitlines() if "╰▻" in line] or [said]
-        raise ForkError(f"{rule.name} is no rule ast-grep takes: {one_line(causes[-1].lstrip(' ╰▻'))}")
+        raise _NoAnswer(f"is no rule ast-grep takes: {one_line(causes[-1].lstrip(' ╰▻'))}")
     try:
         places = json.loads(done.stdout or b"[]")
     except ValueError:
-        raise ForkError(
-            f"{rule.name}: ast-grep gave no JSON: {one_line(done.stdout.decode(errors='replace'))}"
-        ) from None
+        raise _NoAnswer(f"got no JSON from ast-grep: {one_line(done.stdout.decode(errors='replace'))}") from None
     found = []
     for raw in places:
         place = raw["range"]["byteOffset"]
@@ -156,7 +167,7 @@ def find(rule: Rule, text: bytes) -> list[Match]:
         found.append(
             Match(place["start"], place["end"], (cut["start"], cut["end"]), raw.get("replacement", "").encode())
         )
-    return sorted(found, key=lambda match: match.cut)
+    return tuple(sorted(found, key=lambda match: match.cut))
 
 
 def overlap(matches: list[Match]) -> bool:

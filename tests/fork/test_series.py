@@ -22,17 +22,22 @@ def _edit(path, *change: str) -> None:
     path.write_text(text.replace(*change, 1))
 
 
-def test_status_gives_one_named_outcome_for_every_patch_on_every_base_and_none_fails(fork):
-    done = fork("status", "--json")
-    rows = done.json
-    assert done.status == 0
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, str]]:
+    """What `status` says of this repository."""
+    done = run_fork(ROOT, "status", "--json")
+    assert done.status == 0, done.err
+    return done.json
+
+
+def test_status_gives_one_named_outcome_for_every_patch_on_every_base_and_none_fails(rows):
     assert {(row["patch"], row["base"]) for row in rows} == {(p.name, b) for p in load_series() for b in load_bases()}
     assert len(rows) == len(load_series()) * len(load_bases())
     assert {row["outcome"] for row in rows} <= set(OUTCOMES) - set(FAILURES)
 
 
-def test_the_patches_are_needed_where_the_design_says(fork):
-    found = {(row["patch"], row["base"]): row["outcome"] for row in fork("status", "--json").json}
+def test_the_patches_are_needed_where_the_design_says(rows):
+    found = {(row["patch"], row["base"]): row["outcome"] for row in rows}
     for patch in ("mla-post-load-storage", "flashinfer-sink-refresh"):
         assert [found[patch, base] for base in ("0.25.1", "0.31.0", "0.32.0", "0.33.0")] == ["applied"] + [
             "already-upstream"
@@ -98,9 +103,16 @@ def test_a_name_that_would_not_make_a_branch_or_a_tag_is_refused(repo):
 
 @pytest.mark.parametrize("text", [b"[]", b"{", b"\xff", b'{"0.32.0": []}', b'{"0.32.0": {"vllm/a.py": {"f": 1}}}'])
 def test_a_lock_that_is_none_is_refused(repo, text):
-    (repo / "patches" / PATCH / "lock.json").write_bytes(text)
-    for verb in ("status", "lock"):
-        run_fork(repo, verb).refuses(f"patches/{PATCH}/lock.json")
+    lock = repo / "patches" / PATCH / "lock.json"
+    lock.write_bytes(text)
+    run_fork(repo, "status", "--base", BASE).refuses(f"patches/{PATCH}/lock.json")
+
+
+def test_a_lock_that_is_none_is_not_written_over(repo):
+    lock = repo / "patches" / PATCH / "lock.json"
+    lock.write_bytes(b"[]")
+    run_fork(repo, "lock").refuses(f"patches/{PATCH}/lock.json")
+    assert lock.read_bytes() == b"[]"
 
 
 def test_a_header_that_is_no_text_is_refused(repo):
