@@ -5,6 +5,7 @@ written first, and each run closes it last, so a run that was cut short is seen 
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
