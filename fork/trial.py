@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +26,15 @@ HELP = "run the tests of each patch on each base; with --drop, without the patch
 #: Seconds that one test file may take: the slowest take a few minutes on two cores, a step of CI has 90.
 LIMIT = 20 * 60
 
+#: How many test files run at once, each on its share of the cores: most of the time one core reads Python modules.
+JOBS = 2
+
 #: What pytest ends with where it came to its own end: all passed, some failed, stopped early, no test found.
 _PYTEST_ENDED = (0, 1, 2, 5)
+
+
+#: A test file to run: the base, the patch it is for, the files that differ from the base meanwhile, its path.
+Try = tuple[Base, Patch, dict[str, bytes], str]
 
 
 @dataclass(frozen=True)
@@ -61,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(base.name for base in bases)
         raise ForkError(f"no test of {', '.join(untried)} can be tried on {names}; name another with --base")
     rows = []
-    for base, patch, changed, test in tries:
-        counts = _pytest(base, changed, test)
+    for (base, patch, _, test), counts in zip(tries, _side_by_side(tries), strict=True):
         good = counts.failed > 0 if args.drop else counts.failed == 0 and counts.passed > 0
         verdict = counts.broken or ("as it must" if good else "WRONG")
         rows.append(
@@ -107,40 +114,73 @@ def _changed(
     return None
 
 
-def _pytest(base: Base, changed: dict[str, bytes], test: str) -> Counts:
-    """Run one test file of the repository on `base` with `changed` in it; one that does not load counts as failed."""
-    with tempfile.TemporaryDirectory() as scratch:
-        tree, report = Path(scratch, "tree"), Path(scratch, "report.xml")
-        files.link_tree(files.stock_tree(base), tree, changed)
-        env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-        status, said = _run_alone([*command, f"--junitxml={report}", str(ROOT / test)], Path(scratch), env)
+def _side_by_side(tries: list[Try]) -> Iterator[Counts]:
+    """What pytest counts for each of `tries`, in order. `JOBS` run at once; where this ends early, they are ended."""
+    left = list(enumerate(tries))[::-1]
+    running: dict[int, tuple[_Run, ExitStack]] = {}
+    done: dict[int, Counts] = {}
+    try:
+        for wanted in range(len(tries)):
+            while wanted not in done:
+                while left and len(running) < JOBS:
+                    position, (base, _, changed, test) = left.pop()
+                    stack = ExitStack()
+                    running[position] = stack.enter_context(_started(base, changed, test)), stack
+                time.sleep(0.1)
+                for position in [position for position, (run, _) in running.items() if run.over()]:
+                    run, stack = running.pop(position)
+                    with stack:
+                        done[position] = run.counts()
+            yield done.pop(wanted)
+    finally:
+        for _, stack in running.values():
+            stack.close()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One test file that pytest runs on a tree of its own, in a process group of its own."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    report: Path
+    said: Path
+    deadline: float
+
+    def over(self) -> bool:
+        return self.process.poll() is not None or time.monotonic() > self.deadline
+
+    def counts(self) -> Counts:
+        """What pytest counted; a file that does not load counts as failed."""
+        status, said = self.process.poll(), self.said.read_text(errors="replace")[-6000:]
         if status is None:
-            return Counts(0, 1, 0, f"{said}\n{test} on {base.name} was ended after {LIMIT} seconds", "TIMED OUT")
-        if status not in _PYTEST_ENDED or not report.exists():
-            return Counts(0, 1, 0, f"{said}\n{test} on {base.name} ended with status {status}", "BROKE OFF")
-        suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+            return Counts(0, 1, 0, f"{said}\n{self.name} was ended after {LIMIT} seconds", "TIMED OUT")
+        if status not in _PYTEST_ENDED or not self.report.exists():
+            return Counts(0, 1, 0, f"{said}\n{self.name} ended with status {status}", "BROKE OFF")
+        suite = next(ElementTree.parse(self.report).getroot().iter("testsuite"))
         count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
         failed = count["failures"] + count["errors"] or int(status == 2)
         return Counts(max(0, count["tests"] - failed - count["skipped"]), failed, count["skipped"], said)
 
 
-def _run_alone(command: list[str], folder: Path, env: dict[str, str]) -> tuple[int | None, str]:
-    """Run `command` in `folder`: its exit status, None where it had to be ended after LIMIT, and the last it said.
-
-    It has a process group of its own, all of which is ended with it or with this run, whichever is first.
-    """
-    said = folder / "said.txt"
-    with said.open("wb") as stream:
-        process = subprocess.Popen(
-            command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
-        )
+@contextmanager
+def _started(base: Base, changed: dict[str, bytes], test: str) -> Iterator[_Run]:
+    """Run one test file of the repository on `base` with `changed` in it; all it started is ended with the block."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tree, report, said = (Path(scratch, name) for name in ("tree", "report.xml", "said.txt"))
+        files.link_tree(files.stock_tree(base), tree, changed)
+        threads = str(max(1, (os.cpu_count() or 1) // JOBS))
+        env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+        env |= {"OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+        with said.open("wb") as stream:
+            process = subprocess.Popen(
+                [*command, f"--junitxml={report}", str(ROOT / test)], cwd=scratch, env=env, stdin=subprocess.DEVNULL,
+                stdout=stream, stderr=stream, start_new_session=True,
+            )  # fmt: skip
         try:
-            status = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            status = None
+            yield _Run(f"{test} on {base.name}", process, report, said, time.monotonic() + LIMIT)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return status, said.read_text(errors="replace")[-6000:]

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward step recorded as its operators, replayed on the storages that it had, without running model code.
+
+A captured CUDA graph holds the address of every tensor that it reads. So does a recorded graph: a tensor that is
+written in place is seen by a replay, one that is bound anew is not. It needs no GPU, so what an update does to a
+captured graph can be shown and tested on a CPU.
+
+Operators that are written in Python (those of vLLM's own namespaces) are looked into: what is recorded is what
+they call. What the host reads of a tensor (`item`, `bool`, `tolist`, `numpy`) becomes a guard, since the step may
+have taken a branch on it: a replay for which it reads otherwise is refused. Not seen is a read through a raw
+pointer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+#: Operators that take the address of a native object inside an integer tensor, with no hold on the object: an update
+#: that makes another one frees it.
+_NATIVE_HANDLES = frozenset({"_C::onednn_mm", "_C::onednn_scaled_mm"})
+
+#: What `tolist` and `numpy` call on the tensor whose memory they hand to the host.
+_TO_HOST = torch.ops.aten.resolve_neg.default
+
+
+class GraphError(RuntimeError):
+    """A step cannot be recorded, or a recorded one cannot be replayed."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One operator with its arguments, and the tensors in storages of their own that it gave."""
+
+    operator: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[tuple[int, torch.Tensor], ...]
+
+    def replay(self) -> None:
+        """Run the operator; what it makes goes to where the recorded step had it."""
+        made = tree_flatten(self.operator(*self.args, **self.kwargs))[0]
+        for position, held in self.results:
+            if made[position].shape != held.shape:
+                raise GraphError(
+                    f"{self.operator} gave shape {tuple(held.shape)} when recorded and {tuple(made[position].shape)} "
+                    "now: its output shape depends on data"
+                )
+            held.untyped_storage().copy_(made[position].untyped_storage())
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """What the host read of a tensor; the rest of the graph is right for no other value."""
+
+    operator: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    read: Any
+
+    def replay(self) -> None:
+        now = self.operator(*self.args)
+        if isinstance(now, torch.Tensor):
+            if not torch.equal(now, self.read):
+                raise GraphError(f"{self.operator}: the host reads other values than when the step was recorded")
+        elif now != self.read:
+            raise GraphError(f"{self.operator}: the host read {self.read} when recorded and {now} now")
+
+
+@dataclass(frozen=True)
+class RecordedGraph:
+    """The operators of one step, on the storages that they used.
+
+    `outputs` is what the step returned, with its tensors at fixed addresses that each replay writes. `reads` are the
+    tensors, one for each storage, that the step read or wrote and did not make: weights, buffers, caches, inputs.
+    """
+
+    calls: tuple[_Call | _Guard, ...]
+    outputs: Any
+    reads: tuple[torch.Tensor, ...]
+
+    def replay(self) -> Any:
+        """Run every operator again and return `outputs`.
+
+        Raises GraphError where the host read another value, or an operator gave another shape, than when recorded.
+        """
+        with torch.inference_mode():
+            for call in self.calls:
+                call.replay()
+        return self.outputs
+
+
+def record(step: Callable[[], Any]) -> RecordedGraph:
+    """Run `step` and record it. Fresh inputs for a replay are copied into the tensors that it read them from.
+
+    Raises GraphError, naming the operator, for one with an output shape that depends on data, one that reads a native
+    object by its address, and a tensor without a storage of its own (sparse, oneDNN's opaque layout).
+    """
+    recorder = _Recorder()
+    with torch.inference_mode():
+        with recorder:
+            outputs = step()
+        held = tree_map_only(torch.Tensor, _hold, outputs)
+    return RecordedGraph(tuple(recorder.calls), held, tuple(recorder.reads.values()))
+
+
+def _hold(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory. It keeps to that memory when `tensor` is given another, as with `.data = `."""
+    bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what is dispatched while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call | _Guard] = []
+        self.reads: dict[int, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operator is torch.ops.aten.lift_fresh.default:
+            # A tensor that the step made of numbers in Python: a constant.
+            self._made[_storage(args[0])] = args[0]
+            return operator(*args)
+        if operator is _TO_HOST:
+            return self._guard(operator, args, operator(*args))
+        if operator.namespace.startswith("vllm"):
+            with self:
+                return operator.redispatch(_keys(args, kwargs), *args, **kwargs)
+        if operator.namespace == "aten":
+            with self:
+                parts = operator.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        self._refuse(operator, args, kwargs)
+        if torch.Tag.data_dependent_output in operator.tags:
+            return self._guard(operator, args, operator(*args, **kwargs))
+        return self._call(operator, args, kwargs)
+
+    def _refuse(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        dynamic = torch.Tag.dynamic_output_shape in operator.tags
+        if operator is torch.ops.aten.index.Tensor:
+            dynamic = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if dynamic:
+            raise GraphError(f"{operator} cannot be recorded: its output shape depends on data")
+        if operator.name() in _NATIVE_HANDLES:
+            raise GraphError(
+                f"{operator} cannot be recorded: it reads a native object that an update may free; keep the layers "
+                "in the checkpoint's layout"
+            )
+        for tensor in _tensors((args, kwargs)):
+            if tensor.layout is not torch.strided:
+                raise GraphError(f"{operator} cannot be recorded: it reads a tensor of layout {tensor.layout}")
+
+    def _guard(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], read: Any) -> Any:
+        kept = read.clone() if isinstance(read, torch.Tensor) else read
+        self.calls.append(_Guard(operator, self._held(args), kept))
+        return read
+
+    def _call(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        held_args, held_kwargs = self._held(args), self._held(kwargs)
+        made = operator(*args, **kwargs)
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        results = [
+            (position, _hold(result))
+            for position, result in enumerate(tree_flatten(made)[0])
+            if isinstance(result, torch.Tensor) and _storage(result) not in given
+        ]
+        # The maker of a storage is held with it, so that no later one can have the same identity.
+        self._made.update((_storage(result), result) for _, result in results)
+        # Operators outside PyTorch write to arguments that their schema does not mark.
+        only_a_view = operator.namespace == "aten" and not results and not operator._schema.is_mutable
+        if not only_a_view and operator.name() not in _NO_KERNEL:
+            self.calls.append(_Call(operator, held_args, held_kwargs, tuple(results)))
+        return made
+
+    def _held(self, arguments: Any) -> Any:
+        for tensor in _tensors(arguments):
+            if _storage(tensor) not in self._made:
+                self.reads.setdefault(_storage(tensor), _hold(tensor))
+        return tree_map_only(torch.Tensor, _hold, arguments)
+
+
+#: They reserve memory and write nothing to it.
+_NO_KERNEL = frozenset({"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor))
+
+
+def _keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch._C.DispatchKeySet:
+    """The key of the kernels for the device of the first tensor, and no key of a mode."""
+    device = next((tensor.device.type for tensor in _tensors((args, kwargs))), "cpu")
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device)))
+
+
+class GraphedForward:
+    """A model's forward that records each step of a new shape and replays it, as an engine does with CUDA graphs.
+
+    It stands where `forward` stood. The inputs of a step are its tensor arguments and those of the attention metadata
+    in the forward context of the running step; everything else about them (counts, longest lengths, shapes) is the key
+    under which a graph is kept. With `replaying` off it runs `forward` itself.
+    """
+
+    def __init__(self, forward: Callable[..., Any], context: Callable[[], Any], only: Callable[..., bool]):
+        """`context()` gives what else a step reads; `only(*args, **kwargs)` says which steps are worth a graph."""
+        self.replaying = True
+        self.graphs: dict[tuple[Any, ...], tuple[list[torch.Tensor], RecordedGraph]] = {}
+        self._forward = forward
+        self._context = context
+        self._only = only
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.replaying or not self._only(*args, **kwargs):
+            return self._forward(*args, **kwargs)
+        inputs: list[torch.Tensor] = []
+        key = tuple(_describe((args, kwargs, self._context()), inputs))
+        if key not in self.graphs:
+            graph = record(lambda: self._forward(*args, **kwargs))
+            self.graphs[key] = ([_hold(tensor) for tensor in inputs], graph)
+            return tree_map_only(torch.Tensor, torch.clone, graph.outputs)
+        buffers, graph = self.graphs[key]
+        for buffer, fresh in zip(buffers, inputs, strict=True):
+            buffer.copy_(fresh)
+        return tree_map_only(torch.Tensor, torch.clone, graph.replay())
+
+
+def _describe(value: Any, tensors: list[torch.Tensor]) -> Iterator[Any]:
+    """What a step depends on besides the contents of its input tensors, which go to `tensors` in order."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        yield (tuple(value.shape), value.dtype)
+    elif isinstance(value, int | float | str | None | Enum):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield name
+            yield from _describe(entry, tensors)
+    elif isinstance(value, list | tuple):
+        yield len(value)
+        for entry in value:
+            yield from _describe(entry, tensors)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _describe(getattr(value, field.name), tensors)
+    else:
+        raise GraphError(f"a step with an input of type {type(value).__name__} cannot be recorded")
