@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import GptOssForCausalLM
+    from transformers import GptOssForCausalLM, PreTrainedModel
 
 VOCABULARY = 128
 #: Longer than the sliding window below, so that both kinds of attention layer do what they do on long prompts.
@@ -13,11 +13,9 @@ PROMPT_TOKENS = 40
 
 
 def model(seed: int, std: float) -> "GptOssForCausalLM":
-    """A bf16 model on the CPU whose every element is drawn from `seed`.
+    """A bf16 model on the CPU, filled from `seed`: one sliding-window and one full-attention layer of eight experts.
 
-    One sliding-window and one full-attention layer of eight experts, in sizes that the CPU and CUDA kernels
-    take. Matrices and biases are normal with deviation `std`, norm scales the same around 1. Sinks have
-    deviation 1: they stand beside attention scores in a softmax, where smaller ones would not show.
+    The sizes are such that the CPU and CUDA kernels take them.
     """
     import torch  # here, as both take seconds to import and a usage error should not wait for them
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -40,13 +38,24 @@ def model(seed: int, std: float) -> "GptOssForCausalLM":
         pad_token_id=None,
     )
     made = GptOssForCausalLM(config).to(torch.bfloat16)
+    fill(made, seed, std)
+    return made.eval()
+
+
+def fill(model: "PreTrainedModel", seed: int, std: float) -> None:
+    """Draw every element of `model` from `seed`.
+
+    Matrices and biases are normal with deviation `std`, norm scales the same around 1. Sinks have deviation 1: they
+    stand beside attention scores in a softmax, where smaller ones would not show.
+    """
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in model.named_parameters():
             deviation = 1.0 if name.endswith("sinks") else std
             mean = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
-    return made.eval()
 
 
 def write(folder: Path, seed: int, std: float) -> None:

@@ -91,12 +91,12 @@ def _tries(
     read = files.wheel_reader(base.wheel())
     results = evaluate(series, base.version, read)
     for patch in chosen:
-        changed = _changed(patch, series, base, results, read, drop)
+        changed = changed_files(patch, series, base, results, read, drop)
         if changed is not None:
             yield from ((patch, changed, test) for test in patch.tests)
 
 
-def _changed(
+def changed_files(
     patch: Patch, series: list[Patch], base: Base, results: list[Result], read: Reader, drop: bool
 ) -> dict[str, bytes] | None:
     """The files that differ from the base in the tree to try, or None where there is nothing to try.

@@ -146,4 +146,4 @@ def test_a_fault_is_put_back_into_the_text_that_the_series_leaves_be_it_empty():
     emptied = {target: b"" for rule in patch.regress for target in rule.targets}
     results = [Result(patch, ALREADY_UPSTREAM), Result(other, APPLIED, files=emptied)]
     with pytest.raises(ForkError, match="anchor-missing"):
-        trial._changed(patch, series, base, results, wheel_reader(base.wheel()), drop=True)
+        trial.changed_files(patch, series, base, results, wheel_reader(base.wheel()), drop=True)

@@ -1,0 +1,204 @@
+"""What a recorded graph serves after a weight update: before the fix and after it, beside a fresh engine.
+
+A tiny MLA model (DeepSeek-V2) and a tiny sink model (GPT-OSS), bf16, checkpoints A and B. An engine decodes on A by
+recorded graph, which reads memory as a captured CUDA graph does. Its weights are updated to B, and it answers again,
+eagerly and by replaying the graphs of A. `before` is the fork with one fault put back: MLA's derived weights bound anew
+at each update (as before 0.26), or sinks written past their weight loader (as before 0.33). `poisoned` overwrites all
+weights with garbage before the update, as a level-2 sleep does; `kept` leaves their contents, as a level-1 sleep does.
+
+Every answer is compared with those of an engine freshly started on B, eager: the largest absolute difference of a
+log-probability in nats, over the whole vocabulary and all positions up to and including the first token that differs.
+The first token of an answer comes from the prompt's own step, which no graph has; all later ones can be replayed.
+
+Exit status: 0 if nothing differs after the fix and every replay differs before it, 1 if that is not so or an engine
+fails, 2 on bad usage.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import tiny_deepseek_v2, tiny_gpt_oss
+from benchmarks.live_update import Answer, compare
+from fork import ROOT, files
+from fork.bases import Base, find_base
+from fork.errors import ForkError
+from fork.evaluate import evaluate
+from fork.series import find_patch, load_series
+from fork.trial import changed_files
+
+#: Model -> what writes its checkpoints, and the patch whose fault is put back.
+MODELS = {
+    "mla": (tiny_deepseek_v2.write, "mla-post-load-storage"),
+    "sinks": (tiny_gpt_oss.write, "attention-sink-loader"),
+}
+SECONDS = 900
+
+
+class EngineError(Exception):
+    """An engine process failed; `str()` is one line that names its log."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of one model, eager and replayed, against a fresh engine. `None` is no diverging token."""
+
+    model: str
+    case: str
+    differences: dict[str, float]
+    diverging: dict[str, int | None]
+
+    def json(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "case": self.case,
+            "eager_max_abs_logprob_diff": self.differences["eager"],
+            "replay_max_abs_logprob_diff": self.differences["replay"],
+            "tokens_equal": not any(at is not None for at in self.diverging.values()),
+        }
+
+
+def row(model: str, case: str, answers: dict[str, list[Answer]], fresh: list[Answer]) -> Row:
+    return Row(
+        model,
+        case,
+        {how: compare(given, fresh)[0] for how, given in answers.items()},
+        {how: first_diverging_token(given, fresh) for how, given in answers.items()},
+    )
+
+
+def first_diverging_token(got: Sequence[Answer], wanted: Sequence[Answer]) -> int | None:
+    """The lowest position, counted from 0, at which any answer has another token; None where all tokens agree."""
+    found = (
+        position
+        for one, two in zip(got, wanted, strict=True)
+        for position, tokens in enumerate(zip(one.tokens, two.tokens, strict=True))
+        if tokens[0] != tokens[1]
+    )
+    return min(found, default=None)
+
+
+def measure(model: str, work: Path, base: Base, stock: Path, console: Console) -> list[Row]:
+    """The four rows of one model, with checkpoints, trees and logs in the folder `work`."""
+    write, patch = MODELS[model]
+    write(work / "A", 1, 0.05)
+    write(work / "B", 2, 0.1)
+    with tempfile.TemporaryDirectory(dir=work) as scratch:
+        before = Path(scratch, "tree")
+        files.link_tree(stock, before, faulty(base, patch))
+        old = run_engines(model, before, ("poisoned", "kept"), work, console)
+    new = run_engines(model, None, ("poisoned", "fresh"), work, console)
+    fresh = new["fresh"]["eager"]
+    return [
+        row(model, "before-poisoned", old["poisoned"], fresh),
+        row(model, "before-kept", old["kept"], fresh),
+        row(model, "after-poisoned", new["poisoned"], fresh),
+        row(model, "fresh", new["fresh"], fresh),
+    ]
+
+
+def faulty(base: Base, name: str) -> dict[str, bytes]:
+    """What the series changes in `base`, with the fault put back that the patch `name` mends there."""
+    series, read = load_series(), files.wheel_reader(base.wheel())
+    results = evaluate(series, base.version, read)
+    found = changed_files(find_patch(series, name), series, base, results, read, drop=True)
+    if found is None:
+        raise ForkError(f"{name} mends nothing on {base.name}; name another with VLLM_FORK_BASE")
+    return found
+
+
+def run_engines(
+    model: str, tree: Path | None, cases: tuple[str, ...], work: Path, console: Console
+) -> dict[str, dict[str, list[Answer]]]:
+    """The answers of one process that runs an engine for each of `cases`, on `tree` or on the installed fork."""
+    side = "after" if tree is None else "before"
+    log, out = work / f"{side}.log", work / f"{side}.json"
+    out.unlink(missing_ok=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"PYTHONPATH": str(tree)} if tree else {}
+    env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [sys.executable, "-m", "benchmarks.graphed_engine", str(work), *cases, "--out", str(out)]
+    with console.status(f"{model}: {side} the fix"), log.open("wb") as stream:
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=stream, stderr=stream, timeout=SECONDS)
+    if done.returncode or not out.exists():
+        raise EngineError(f"{model}, {side} the fix: the engine ended with status {done.returncode}; log: {log}")
+    console.print(f"{model}: {side} the fix", highlight=False)
+    return {
+        case: {how: [_answer(one) for one in given] for how, given in both.items()}
+        for case, both in json.loads(out.read_text()).items()
+    }
+
+
+def _answer(plain: dict[str, list[object]]) -> Answer:
+    rows = tuple({int(token): value for token, value in row.items()} for row in plain["rows"])  # type: ignore[attr-defined]
+    return Answer(tuple(plain["tokens"]), (), rows)  # type: ignore[arg-type]
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    table = Table(title="Updated from A to B, against an engine freshly started on B", title_justify="left")
+    for column in ("model", "case", "eager, nats", "diverges", "replayed, nats", "diverges", "tokens"):
+        table.add_column(column, justify="right" if column.endswith(("nats", "diverges")) else "left")
+    for each in rows:
+        cells = []
+        for how in ("eager", "replay"):
+            at, difference = each.diverging[how], each.differences[how]
+            style = "green" if difference == 0.0 and at is None else "red"
+            cells += [f"[{style}]{difference:.6g}", "never" if at is None else f"token {at}"]
+        equal = "equal" if all(at is None for at in each.diverging.values()) else "differ"
+        table.add_row(each.model, each.case, *cells, equal)
+    console.print(table)
+
+
+def verdict(rows: Sequence[Row]) -> int:
+    """0 if every row after the fix is exact and every replay before it is not; else 1, and a line that says which."""
+    status = 0
+    for each in rows:
+        exact = all(value == 0.0 for value in each.differences.values())
+        exact = exact and all(at is None for at in each.diverging.values())
+        if each.case.startswith("before") and each.differences["replay"] == 0.0:
+            print(f"{each.model}, {each.case}: the replay does not differ, so nothing is shown", file=sys.stderr)
+            status = 1
+        elif not each.case.startswith("before") and not exact:
+            print(f"{each.model}, {each.case}: differs from a fresh engine", file=sys.stderr)
+            status = 1
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.graph_ab", description=str(__doc__).split("\n")[0])
+    parser.add_argument("--out", type=Path, default="build", help="folder for graph_ab.json and logs (%(default)s)")
+    options = parser.parse_args(arguments)
+    out, console = options.out.resolve(), Console()
+    result = out / "graph_ab.json"
+    try:
+        base = find_base(None)
+        stock = files.stock_tree(base)
+        rows = []
+        for model in MODELS:
+            work = out / "graph_ab" / model
+            work.mkdir(parents=True, exist_ok=True)
+            with files.alone(work):
+                result.unlink(missing_ok=True)
+                rows += measure(model, work, base, stock, console)
+    except (EngineError, ForkError, OSError, subprocess.TimeoutExpired) as error:
+        print(error, file=sys.stderr)
+        return 1
+    show(rows, console)
+    draft = result.with_suffix(".tmp")
+    draft.write_text(json.dumps([each.json() for each in rows], indent=1) + "\n")
+    os.replace(draft, result)
+    return verdict(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

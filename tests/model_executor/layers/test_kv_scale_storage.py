@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host copies of the KV-cache scales stay on the host, and where they are, through weight updates."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.model_executor.model_loader.reload.inventory import inventory
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+SCALES = ("_k_scale_cpu", "_v_scale_cpu")
+
+
+@pytest.fixture(autouse=True)
+def configured() -> Iterator[None]:
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+def block() -> torch.nn.Sequential:
+    """What a model is to the reload. The Triton backend is built on any device; no kernel is run."""
+    layer = Attention(4, 64, 0.125, num_kv_heads=2, prefix="attn", attn_backend=TritonAttentionBackend)
+    return torch.nn.Sequential(layer)
+
+
+def test_updates_leave_every_tensor_of_a_layer_where_it_was() -> None:
+    model = block()
+    record_metadata_for_reloading(model)
+    model[0].process_weights_after_loading(torch.bfloat16)
+    first = {path: entry.storage for path, entry in inventory(model).items()}
+    assert set(first) >= {f"0.{name}" for name in SCALES}
+
+    for update in (1, 2, 3):
+        for name in SCALES:
+            getattr(model[0], name).fill_(update + 0.5)
+        initialize_layerwise_reload(model)
+        finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))  # the reload reads the dtype alone
+
+        assert {path: entry.storage for path, entry in inventory(model).items()} == first, f"update {update}"
+        assert [getattr(model[0], name).item() for name in SCALES] == [1.0, 1.0]
+
+
+def test_they_are_on_the_host_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        layer = block()[0]
+    assert layer._k_scale.is_meta
+    assert [getattr(layer, name).device.type for name in SCALES] == ["cpu", "cpu"]

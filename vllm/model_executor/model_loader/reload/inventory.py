@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tensor that a model can reach, and where each lies in memory.
+
+Parameters and buffers are the smaller part of what a kernel reads. Post-load steps keep tensors as plain attributes, in
+lists, on kernel and backend objects, in closures and partials. A walk that goes wherever Python code of the model could
+go finds them all, in the same order every time.
+"""
+
+import functools
+import re
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["parameter", "buffer", "attribute", "opaque"]
+
+#: Objects of these packages hold settings, processes or files, and lead out of the model.
+_FOREIGN = sys.stdlib_module_names | {"numpy", "pydantic", "torch", "transformers", "triton"}
+_ELSEWHERE = ("vllm.config", "vllm.distributed", "vllm.logger", "vllm.platforms", "vllm.compilation", "vllm.envs")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where a tensor lies and how: what a captured graph holds of it."""
+
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One tensor of the model.
+
+    `path` is how it is reached from the model, `owner` the class of what holds it. An `attribute` is any tensor that is
+    neither a parameter nor a buffer of a module. An `opaque` one has memory that PyTorch does not show: its storage is
+    None.
+    """
+
+    path: str
+    owner: str
+    kind: Kind
+    tensor: torch.Tensor
+
+    @property
+    def storage(self) -> Storage | None:
+        if self.kind == "opaque":
+            return None
+        tensor = self.tensor
+        return Storage(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def inventory(model: torch.nn.Module) -> dict[str, Entry]:
+    """Every tensor that `model` reaches, by path; each tensor object once, parameters and buffers first."""
+    return {entry.path: entry for entry in _Walk().all_of(model)}
+
+
+def poison(model: torch.nn.Module, seed: int = 0) -> None:
+    """Overwrite every floating-point tensor of `model` but buffers and KV caches, in place, with seeded garbage.
+
+    This is what a level-2 sleep leaves: it keeps the buffers alone, and an update has to bring back the rest.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for entry in inventory(model).values():
+        a_weight = entry.kind in ("parameter", "attribute") and "kv_cache" not in re.split(r"\W+", entry.path)
+        if a_weight and entry.tensor.dtype.is_floating_point:
+            entry.tensor.detach().copy_(torch.rand(entry.tensor.shape, generator=generator) * 2 - 1)
+
+
+class _Walk:
+    """Visits each object once; the visited ones are held, so that no other can take the identity of one."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+
+    def all_of(self, model: torch.nn.Module) -> Iterator[Entry]:
+        modules = [(path, module) for path, module in model.named_modules() if self._first(module)]
+        for path, module in modules:
+            for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for name, tensor in tensors.items():
+                    if tensor is not None and self._first(tensor):
+                        yield _entry(_join(path, name), type(module).__name__, kind, tensor)
+        for path, module in modules:
+            yield from self._rest(module, path)
+
+    def _rest(self, module: torch.nn.Module, path: str) -> Iterator[Entry]:
+        """What a module keeps besides its parameters, buffers and children, and what hangs on those tensors."""
+        owner = type(module).__name__
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers"):
+                for held, tensor in value.items():
+                    yield from self._values(_attributes(tensor), _join(path, held), owner)
+            elif name != "_modules":
+                yield from self._value(value, _join(path, name), owner)
+
+    def _values(self, values: Iterable[tuple[str, Any]], path: str, owner: str) -> Iterator[Entry]:
+        for words, value in values:
+            yield from self._value(value, path + words, owner)
+
+    def _value(self, value: Any, path: str, owner: str) -> Iterator[Entry]:
+        if isinstance(value, _PLAIN) or not self._first(value):
+            return
+        if isinstance(value, torch.Tensor):
+            yield _entry(path, owner, "attribute", value)
+        elif isinstance(value, torch.nn.Module):
+            # One that is no child of the model: an attribute of an object, or a list of modules.
+            del self._seen[id(value)]
+            inner = _Walk()
+            inner._seen = self._seen
+            yield from (replace(entry, path=_join(path, entry.path)) for entry in inner.all_of(value))
+        yield from self._values(_inside(value), path, owner if _is_container(value) else type(value).__name__)
+
+    def _first(self, value: Any) -> bool:
+        new = id(value) not in self._seen
+        self._seen[id(value)] = value
+        return new
+
+
+#: They hold no tensor.
+_PLAIN = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    types.ModuleType,
+    torch.dtype,
+    torch.device,
+    torch.Generator,
+)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple | Set)
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What `value` holds, each with the words that lead to it."""
+    if isinstance(value, Mapping):
+        yield from (
+            (f"[{key!r}]" if isinstance(key, str | int) else f"[{n}]", value[key]) for n, key in enumerate(value)
+        )
+    elif isinstance(value, list | tuple | Set):
+        yield from ((f"[{position}]", inner) for position, inner in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from ((".__self__", value.__self__), (".__func__", value.__func__))
+    elif isinstance(value, types.FunctionType):
+        yield from _of_a_function(value)
+    elif isinstance(value, weakref.ref):
+        yield "()", value()
+    elif isinstance(value, torch.Tensor) or _is_of_the_model(type(value)):
+        yield from _attributes(value)
+
+
+def _of_a_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield ".__defaults__", function.__defaults__
+    yield ".__kwdefaults__", function.__kwdefaults__
+    yield from ((f".{name}", inner) for name, inner in vars(function).items())
+
+
+def _is_of_the_model(cls: type) -> bool:
+    return cls.__module__.split(".")[0] not in _FOREIGN and not cls.__module__.startswith(_ELSEWHERE)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from ((f".{name}", inner) for name, inner in getattr(value, "__dict__", {}).items())
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def _entry(path: str, owner: str, kind: Kind, tensor: torch.Tensor) -> Entry:
+    return Entry(path, owner, kind if tensor.layout is torch.strided else "opaque", tensor)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
