@@ -9,7 +9,7 @@ import sys
 from fork.errors import ForkError
 
 VERBS = (
-    *("apply", "bases", "build", "check-writes", "develop", "docs", "export", "install"),
+    *("apply", "bases", "build", "check-rebinds", "check-writes", "develop", "docs", "export", "install"),
     *("lint", "lock", "revert", "status", "tree", "trial"),
 )
 
