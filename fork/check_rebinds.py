@@ -17,12 +17,10 @@ import argparse
 import gc
 from collections.abc import Iterable
 
-from fork.bases import Base, Wheel, find_base
-from fork.evaluate import Reader, changes, evaluate
-from fork.files import wheel_reader
+from fork.check_writes import add_choice, looked_at, python_files
+from fork.evaluate import Reader
 from fork.rebinds.search import Rebind, Search
 from fork.report import Table, show
-from fork.series import Patch, find_patch, load_series, without
 
 HELP = "list tensors beside the weights that an update may leave behind; a report, exit 0"
 
@@ -37,12 +35,7 @@ FOLDERS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="NAME", help="the base to look at")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="which wheel of the base; cpu where it has one")
-    parser.add_argument("--stock", action="store_true", help="the base as upstream ships it, no patch applied")
-    parser.add_argument(
-        "--drop", metavar="PATCH", action="append", default=[], help="leave this patch out (repeatable)"
-    )
+    add_choice(parser)
 
 
 def check(paths: Iterable[str], read: Reader) -> list[Rebind]:
@@ -58,21 +51,9 @@ def check(paths: Iterable[str], read: Reader) -> list[Rebind]:
         gc.enable()
 
 
-def layer_files(base: Base, wheel: Wheel, series: list[Patch]) -> tuple[list[str], Reader]:
-    """The paths of the files to look at of `base`, `series` applied in memory, and what reads any file of that tree."""
-    pristine = wheel_reader(wheel)
-    changed = changes(evaluate(series, base.version, pristine))
-    with wheel.open() as archive:
-        names = {*archive.namelist(), *changed}
-    paths = [name for name in names if name.startswith(FOLDERS) and name.endswith(".py")]
-    return paths, lambda path: changed[path] if path in changed else pristine(path)
-
-
 def run(args: argparse.Namespace) -> int:
-    base = find_base(args.base)
-    series = load_series()
-    dropped = {find_patch(series, name).name for name in args.drop}
-    found = check(*layer_files(base, base.wheel(args.device), [] if args.stock else without(series, dropped)))
+    base, wheel, series = looked_at(args)
+    found = check(*python_files(base, wheel, series, FOLDERS))
     columns = ("file", "line", "class", "attribute", "how", "value")
     rows = [
         dict(zip(columns, (each.file, each.line, each.owner, each.attribute, each.how, each.value), strict=True))

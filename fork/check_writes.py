@@ -35,13 +35,18 @@ ROOT = "load_weights"
 MORE = ("sender", "direct-loader")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """The options that choose a tree to look at."""
     parser.add_argument("--base", metavar="NAME", help="the base to look at")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="which wheel of the base; cpu where it has one")
     parser.add_argument("--stock", action="store_true", help="the base as upstream ships it, no patch applied")
     parser.add_argument(
         "--drop", metavar="PATCH", action="append", default=[], help="leave this patch out (repeatable)"
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_choice(parser)
     parser.add_argument("--also", choices=MORE, action="append", default=[], help="list this kind too (repeatable)")
 
 
@@ -70,21 +75,26 @@ def _check(paths: list[str], read: Reader) -> list[Write]:
     return sorted(set(flow.writes))
 
 
-def model_files(base: Base, wheel: Wheel, series: list[Patch]) -> tuple[list[str], Reader]:
-    """The paths of the model files of `base` with `series` applied in memory, and what reads any file of that tree."""
+def python_files(base: Base, wheel: Wheel, series: list[Patch], folders: tuple[str, ...]) -> tuple[list[str], Reader]:
+    """The paths of the Python files in `folders` of `base`, `series` applied in memory, and what reads any file."""
     pristine = wheel_reader(wheel)
     changed = changes(evaluate(series, base.version, pristine))
     with wheel.open() as archive:
         names = {*archive.namelist(), *changed}
-    paths = [name for name in names if name.startswith(MODELS) and name.endswith(".py")]
+    paths = [name for name in names if name.startswith(folders) and name.endswith(".py")]
     return paths, lambda path: changed[path] if path in changed else pristine(path)
 
 
-def run(args: argparse.Namespace) -> int:
-    base = find_base(args.base)
-    series = load_series()
+def looked_at(args: argparse.Namespace) -> tuple[Base, Wheel, list[Patch]]:
+    """What `add_choice` lets a user choose: the base, its wheel, and the patches applied to it."""
+    base, series = find_base(args.base), load_series()
     dropped = {find_patch(series, name).name for name in args.drop}
-    found = check(*model_files(base, base.wheel(args.device), [] if args.stock else without(series, dropped)))
+    return base, base.wheel(args.device), [] if args.stock else without(series, dropped)
+
+
+def run(args: argparse.Namespace) -> int:
+    base, wheel, series = looked_at(args)
+    found = check(*python_files(base, wheel, series, MODELS))
     columns = ("file", "line", "function", "parameter", "write")
     rows = [
         dict(zip(columns, (each.file, each.line, each.function, each.parameter, each.how), strict=True))

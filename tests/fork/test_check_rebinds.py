@@ -7,7 +7,8 @@ from support import run_fork
 
 from fork import ROOT
 from fork.bases import find_base
-from fork.check_rebinds import check, layer_files
+from fork.check_rebinds import FOLDERS, check
+from fork.check_writes import python_files
 from fork.errors import ForkError
 from fork.rebinds.search import Rebind
 from fork.series import load_series
@@ -293,7 +294,7 @@ def test_a_file_that_this_python_cannot_read_is_named():
 @cache
 def rows(base: str, device: str, series: bool, *parts: str) -> list[Rebind]:
     chosen = find_base(base)
-    paths, read = layer_files(chosen, chosen.wheel(device), load_series() if series else [])
+    paths, read = python_files(chosen, chosen.wheel(device), load_series() if series else [], FOLDERS)
     return check([path for path in paths if any(part in path for part in parts)], read)
 
 

@@ -8,9 +8,9 @@ import pytest
 from marked import MODELS, rows
 from support import run_fork
 
-from fork import ROOT
+from fork import ROOT, check_writes
 from fork.bases import find_base
-from fork.check_writes import MORE, check, model_files
+from fork.check_writes import MORE, check, python_files
 from fork.errors import ForkError
 from fork.series import load_series
 from fork.writes.frames import Write
@@ -61,14 +61,14 @@ OTHERS = {
 @cache
 def _found(base: str, series: bool) -> list[Write]:
     found = find_base(base)
-    writes = check(*model_files(found, found.wheel(), load_series() if series else []))
+    writes = check(*python_files(found, found.wheel(), load_series() if series else [], check_writes.MODELS))
     return [write for write in writes if write.how not in MORE]
 
 
 @cache
 def _stock(base: str) -> tuple[list[str], dict[str, str]]:
     found = find_base(base)
-    paths, read = model_files(found, found.wheel(), [])
+    paths, read = python_files(found, found.wheel(), [], check_writes.MODELS)
     return paths, {path: (read(path) or b"").decode() for path in paths}
 
 
