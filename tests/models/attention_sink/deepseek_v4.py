@@ -218,3 +218,4 @@ for platform in ("xpu", "amd", "nvidia"):
     ROWS |= mtp(platform) | dspark("deepseek-v4-dspark", DEEPSEEK_V4, platform)
 for platform in ("amd", "nvidia"):
     ROWS |= target_v41(platform) | dspark("deepseek-v41-dspark", DEEPSEEK_V41, platform)
+ROWS = {name: replace(row, dtype=torch.float32) for name, row in ROWS.items()}

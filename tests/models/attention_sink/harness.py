@@ -90,9 +90,9 @@ class Row:
 
     `config` is its config.json; `weight` and `parameter` are what a sink is called in the checkpoint and in vLLM, with
     `{}` for the layer, and `called` is what errors call the first one where that is not its parameter; `layers` are the
-    layers that have one and `kernel_heads` how many heads the kernel wants at least. `also` are weights, by shape, that
-    the checkpoint has besides, where `load_weights` itself reads them. `module` is the vLLM module that a base must
-    have to have the model, `model` its class where it is not the one that vLLM picks for the config on a CPU, `prepare`
+    layers that have one. The kernel wants `dtype` and at least `kernel_heads`. `also` are weights, by shape, that the
+    checkpoint has besides, where `load_weights` itself reads them. `module` is the vLLM module that a base must have to
+    have the model, `model` its class where it is not the one that vLLM picks for the config on a CPU, `prepare`
     what stands in for hardware. `stages` are the pipeline stages, of two with one layer each, that can be built;
     `unstaged` says why the others cannot. `engine` are further arguments of the engine.
 
@@ -107,6 +107,7 @@ class Row:
     model: str = ""
     called: str = ""
     layers: tuple[int, ...] = (0, 1)
+    dtype: torch.dtype = torch.bfloat16
     kernel_heads: int = 0
     also: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     prepare: Callable[[pytest.MonkeyPatch], None] = nothing
@@ -173,38 +174,43 @@ class Row:
         here = HEADS // size
         sinks = islice(self.checkpoint(version), len(self.layers))
         for (name, parameter), (_, whole) in zip(self.sinks(model).items(), sinks, strict=True):
-            mine = whole[rank * here : (rank + 1) * here].to(parameter.dtype)
-            padding = torch.full((max(0, self.kernel_heads - here),), float("-inf"), dtype=parameter.dtype)
+            mine = whole[rank * here : (rank + 1) * here].to(self.dtype)
+            padding = torch.full((max(0, self.kernel_heads - here),), float("-inf"), dtype=self.dtype)
+            assert parameter.dtype == self.dtype, f"{name}: {parameter.dtype}, not {self.dtype}"
             assert torch.equal(parameter.data, torch.cat([mine, padding])), f"{name}: {parameter.data}, not {mine}"
 
     @contextmanager
-    def watched(self, model: nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
-        """The shapes handed to each sink's current weight loader meanwhile."""
-        shapes: dict[str, list[tuple[int, ...]]] = {}
+    def watched(self, model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
+        """The tensors handed to each sink's current weight loader meanwhile."""
+        handed: dict[str, list[torch.Tensor]] = {}
 
         def watch(name: str, parameter: nn.Parameter) -> None:
             loader = getattr(parameter, "weight_loader", default_weight_loader)
-            shapes[name] = []
+            handed[name] = []
 
             # `wraps` keeps the name and the chain by which a layerwise reload finds the loader under its own.
             @functools.wraps(loader)
             def watching(param: torch.Tensor, loaded_weight: torch.Tensor) -> object:
-                shapes[name].append(tuple(loaded_weight.shape))
+                handed[name].append(loaded_weight)
                 return loader(param, loaded_weight)
 
             parameter.weight_loader = watching
 
         for name, parameter in self.sinks(model).items():
             watch(name, parameter)
-        yield shapes
+        yield handed
 
     def load(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        """A load that hands every sink over once, whole; the sinks that it reports."""
-        with self.watched(model) as shapes:
-            loaded = model.load_weights(weights)
-        assert all(handed == [(HEADS,)] for handed in shapes.values()), shapes
+        """A load that hands every sink over once, as the checkpoint has it; the sinks that it reports."""
+        sent = list(weights)
+        with self.watched(model) as handed:
+            loaded = model.load_weights(iter(sent))
+        for name, tensors in handed.items():
+            assert len(tensors) == 1 and any(tensors[0] is tensor for _, tensor in sent), f"{name}: {tensors}"
         assert (loaded is None) == self.silent
-        return set(shapes) if loaded is None else {name for name in loaded if not name.endswith(tuple(self.also))}
+        if loaded is None:
+            return set(handed)
+        return {name for name in loaded if name.endswith(self.weight.rpartition(".")[2])}
 
     def reload(self, model: nn.Module, config: VllmConfig, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """The same in a layerwise reload."""

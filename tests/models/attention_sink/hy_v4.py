@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HY-V4 on NVIDIA and ROCm and its drafter, with the sparse attention that reads the sink, and without it."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -41,9 +43,13 @@ def sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         init_workspace_manager(torch.device("cpu"))
 
 
+SPARSE: dict[str, Any] = {"dtype": torch.float32, "prepare": sparse_attention}
+
 ROWS = {
-    "hy-v4": Row(HY_V4, *NAMES, f"{MODULE}.model", "HYV4ForCausalLM", prepare=sparse_attention),
-    "hy-v4-amd": Row(HY_V4, *NAMES, "vllm.models.hy_v4.amd.model", "HYV4ForCausalLM", prepare=sparse_attention),
+    "hy-v4": Row(HY_V4, *NAMES, f"{MODULE}.model", "HYV4ForCausalLM", **SPARSE),
+    "hy-v4-amd": Row(
+        HY_V4, *NAMES, "vllm.models.hy_v4.amd.model", "HYV4ForCausalLM", dtype=torch.float32, prepare=sparse_attention
+    ),
     "hy-v4-dense": Row(HY_V4 | {"layer_types": ["full_attention"] * 2}, *NAMES, f"{MODULE}.model", "HYV4ForCausalLM"),
     "hy-v4-mtp": Row(
         HY_V4,
@@ -52,7 +58,7 @@ ROWS = {
         f"{MODULE}.mtp",
         called="model.layers.2.self_attn.learnable_sink_param",
         layers=(0,),
-        prepare=sparse_attention,
+        **SPARSE,
         stages=(),
         unstaged="a drafter is whole on each stage",
         draft={"method": "mtp", "num_speculative_tokens": 1},

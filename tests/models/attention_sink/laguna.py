@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laguna."""
+"""Laguna and its DFlash drafter."""
 
 from tests.models.attention_sink.harness import HEADS, TINY, Row
 
@@ -17,4 +17,21 @@ LAGUNA = TINY | {
     "mlp_only_layers": [0, 1],
 }
 
-ROWS = {"laguna": Row(LAGUNA, *["model.layers.{}.self_attn.sink"] * 2, "vllm.model_executor.models.laguna")}
+DRAFTER = LAGUNA | {
+    "architectures": ["DFlashLagunaForCausalLM"],
+    "draft_vocab_size": 128,
+    "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 1]},
+}
+
+ROWS = {
+    "laguna": Row(LAGUNA, *["model.layers.{}.self_attn.sink"] * 2, "vllm.model_executor.models.laguna"),
+    "laguna-dflash": Row(
+        LAGUNA,
+        "layers.{}.self_attn.sink",
+        "model.layers.{}.self_attn.sink",
+        "vllm.model_executor.models.laguna_dflash",
+        stages=(),
+        unstaged="a drafter is whole on each stage",
+        draft={"method": "dflash", "model": DRAFTER, "num_speculative_tokens": 2},
+    ),
+}
