@@ -11,7 +11,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 # The wheel depends on all of these.
 SOURCES := pyproject.toml $(shell find fork patches vllm -type f -not -path '*/__pycache__/*')
 
-.PHONY: setup demo test lint drop clean
+.PHONY: setup demo test lint drop graph-ab clean
 
 setup: $(INSTALLED)
 
@@ -44,6 +44,10 @@ test: lint
 # Each patch dropped in turn: the tests it names go red.
 drop: setup
 	$(PY) -m fork trial --drop
+
+# What a recorded graph serves after an update, with the faults put back and without.
+graph-ab: setup
+	$(PY) -m benchmarks.graph_ab
 
 clean:
 	rm -rf .venv build

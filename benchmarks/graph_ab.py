@@ -35,6 +35,7 @@ from fork.errors import ForkError
 from fork.evaluate import evaluate
 from fork.series import find_patch, load_series
 from fork.trial import changed_files
+from fork.wheel import default_device
 
 #: Model -> what writes its checkpoints, and the patch whose fault is put back.
 MODELS = {
@@ -182,6 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = out / "graph_ab.json"
     try:
         base = find_base(None)
+        if default_device() != "cpu":
+            raise ForkError("recorded graphs are for a CPU: `VLLM_TARGET_DEVICE=cpu make graph-ab`")
         stock = files.stock_tree(base)
         rows = []
         for model in MODELS:

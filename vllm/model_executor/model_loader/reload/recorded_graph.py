@@ -7,8 +7,8 @@ captured graph can be shown and tested on a CPU.
 
 Operators that are written in Python (those of vLLM's own namespaces) are looked into: what is recorded is what
 they call. What the host reads of a tensor (`item`, `bool`, `tolist`, `numpy`) becomes a guard, since the step may
-have taken a branch on it: a replay for which it reads otherwise is refused. Not seen is a read through a raw
-pointer.
+have taken a branch on it: a replay for which it reads otherwise is refused. Not seen is what is no operator:
+a read through a raw pointer, a Triton kernel that is launched directly. It is for a CPU; a GPU has graphs of its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 #: Operators that take the address of a native object inside an integer tensor, with no hold on the object: an update
 #: that makes another one frees it.
 _NATIVE_HANDLES = frozenset({"_C::onednn_mm", "_C::onednn_scaled_mm"})
+
+#: They reserve memory and write nothing to it.
+_NO_KERNEL = frozenset({"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
 
 #: What `tolist` and `numpy` call on the tensor whose memory they hand to the host.
 _TO_HOST = torch.ops.aten.resolve_neg.default
@@ -189,10 +192,6 @@ class _Recorder(TorchDispatchMode):
             if _storage(tensor) not in self._made:
                 self.reads.setdefault(_storage(tensor), _hold(tensor))
         return tree_map_only(torch.Tensor, _hold, arguments)
-
-
-#: They reserve memory and write nothing to it.
-_NO_KERNEL = frozenset({"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
