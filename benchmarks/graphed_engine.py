@@ -43,16 +43,21 @@ def _engine(checkpoint: Path) -> Iterator[tuple[Any, Any]]:
         return running.attn_metadata, running.slot_mapping
 
     try:
-        model = _model(llm)
-        model.forward = GraphedForward(model.forward, context, lambda **inputs: len(inputs["input_ids"]) == 1)
-        yield llm, model.forward
+        # Not the model's own forward: what the graphs hold must not count as the model's.
+        runner = _runner(llm)
+        runner._model_forward = GraphedForward(runner._model_forward, context, _decodes)
+        yield llm, runner._model_forward
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
 
-def _model(llm: Any) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+def _decodes(**inputs: Any) -> bool:
+    return len(inputs["input_ids"]) == 1
+
+
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 def _ask(llm: Any) -> list[Answer]:
@@ -77,7 +82,7 @@ def answers(case: str, a: Path, b: Path) -> dict[str, list[Answer]]:
     with _engine(b if case == "fresh" else a) as (llm, forward):
         _ask(llm)
         if case == "poisoned":
-            poison(_model(llm))
+            poison(_runner(llm).model)
         if case != "fresh":
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(b)})
         recorded = len(forward.graphs)

@@ -1,6 +1,7 @@
 """The real tool on real wheels: a copy of the repository to break, and laid-out trees to patch."""
 
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,10 @@ from support import BASE, Done, run_fork
 
 from fork import ROOT, files
 from fork.bases import find_base
+
+# Where these tests run in the background of a script, Ctrl-C is ignored, and so would the programs be deaf to it that
+# they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
