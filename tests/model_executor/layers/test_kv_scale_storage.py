@@ -17,7 +17,9 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.inventory import inventory
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
+#: Host copies of the scales. Releases that have none bind constants anew instead, for scales computed on the way.
 SCALES = ("_k_scale_cpu", "_v_scale_cpu")
+CONSTANTS = ("q_range", "k_range", "v_range")
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +39,23 @@ def test_updates_leave_every_tensor_of_a_layer_where_it_was() -> None:
     record_metadata_for_reloading(model)
     model[0].process_weights_after_loading(torch.bfloat16)
     first = {path: entry.storage for path, entry in inventory(model).items()}
-    assert set(first) >= {f"0.{name}" for name in SCALES}
+    scales = [name for name in SCALES if f"0.{name}" in first]
+    assert scales or set(first) >= {f"0.{name}" for name in CONSTANTS}
 
     for update in (1, 2, 3):
-        for name in SCALES:
+        for name in scales:
             getattr(model[0], name).fill_(update + 0.5)
         initialize_layerwise_reload(model)
         finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))  # the reload reads the dtype alone
 
         assert {path: entry.storage for path, entry in inventory(model).items()} == first, f"update {update}"
-        assert [getattr(model[0], name).item() for name in SCALES] == [1.0, 1.0]
+        assert all(getattr(model[0], name).item() == 1.0 for name in scales)
 
 
 def test_they_are_on_the_host_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         layer = block()[0]
+    if not hasattr(layer, SCALES[0]):
+        pytest.skip("this release keeps no host copies")
     assert layer._k_scale.is_meta
     assert [getattr(layer, name).device.type for name in SCALES] == ["cpu", "cpu"]
