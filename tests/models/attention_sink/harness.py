@@ -90,9 +90,10 @@ class Row:
 
     `config` is its config.json; `weight` and `parameter` are what a sink is called in the checkpoint and in vLLM, with
     `{}` for the layer, and `called` is what errors call the first one where that is not its parameter; `layers` are the
-    layers that have one. The kernel wants `dtype` and at least `kernel_heads`. `also` are weights, by shape, that the
-    checkpoint has besides, where `load_weights` itself reads them. `module` is the vLLM module that a base must have to
-    have the model, `model` its class where it is not the one that vLLM picks for the config on a CPU, `prepare`
+    layers that have one. The kernel wants `dtype` (None: it does not read the sink) and at least `kernel_heads`. `also`
+    are weights, by shape, that the checkpoint has besides, where `load_weights` itself reads them. `module` is the vLLM
+    module that a base must have to have the model, `model` its class where it is not the one that vLLM picks for the
+    config on a CPU, `prepare`
     what stands in for hardware. `stages` are the pipeline stages, of two with one layer each, that can be built;
     `unstaged` says why the others cannot. `engine` are further arguments of the engine.
 
@@ -107,7 +108,7 @@ class Row:
     model: str = ""
     called: str = ""
     layers: tuple[int, ...] = (0, 1)
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype | None = torch.bfloat16
     kernel_heads: int = 0
     also: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     prepare: Callable[[pytest.MonkeyPatch], None] = nothing
@@ -174,9 +175,10 @@ class Row:
         here = HEADS // size
         sinks = islice(self.checkpoint(version), len(self.layers))
         for (name, parameter), (_, whole) in zip(self.sinks(model).items(), sinks, strict=True):
-            mine = whole[rank * here : (rank + 1) * here].to(self.dtype)
-            padding = torch.full((max(0, self.kernel_heads - here),), float("-inf"), dtype=self.dtype)
-            assert parameter.dtype == self.dtype, f"{name}: {parameter.dtype}, not {self.dtype}"
+            dtype = self.dtype or parameter.dtype
+            mine = whole[rank * here : (rank + 1) * here].to(dtype)
+            padding = torch.full((max(0, self.kernel_heads - here),), float("-inf"), dtype=dtype)
+            assert parameter.dtype == dtype, f"{name}: {parameter.dtype}, not {dtype}"
             assert torch.equal(parameter.data, torch.cat([mine, padding])), f"{name}: {parameter.data}, not {mine}"
 
     @contextmanager

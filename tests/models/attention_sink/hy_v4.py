@@ -50,7 +50,9 @@ ROWS = {
     "hy-v4-amd": Row(
         HY_V4, *NAMES, "vllm.models.hy_v4.amd.model", "HYV4ForCausalLM", dtype=torch.float32, prepare=sparse_attention
     ),
-    "hy-v4-dense": Row(HY_V4 | {"layer_types": ["full_attention"] * 2}, *NAMES, f"{MODULE}.model", "HYV4ForCausalLM"),
+    "hy-v4-dense": Row(
+        HY_V4 | {"layer_types": ["full_attention"] * 2}, *NAMES, f"{MODULE}.model", "HYV4ForCausalLM", dtype=None
+    ),
     "hy-v4-mtp": Row(
         HY_V4,
         "model.mtp_layers.{}.self_attn.learnable_sink_param",
