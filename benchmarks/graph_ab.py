@@ -16,7 +16,6 @@ fails, 2 on bad usage.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import tiny_deepseek_v2, tiny_gpt_oss
-from benchmarks.live_update import Answer, compare
+from benchmarks.live_update import Answer, compare, write_json
+from benchmarks.vllm_server import environment
 from fork import ROOT, files
 from fork.bases import Base, find_base
 from fork.errors import ForkError
@@ -58,13 +58,21 @@ class Row:
     differences: dict[str, float]
     diverging: dict[str, int | None]
 
+    @property
+    def tokens_equal(self) -> bool:
+        return all(at is None for at in self.diverging.values())
+
+    @property
+    def exact(self) -> bool:
+        return self.tokens_equal and all(difference == 0.0 for difference in self.differences.values())
+
     def json(self) -> dict[str, object]:
         return {
             "model": self.model,
             "case": self.case,
             "eager_max_abs_logprob_diff": self.differences["eager"],
             "replay_max_abs_logprob_diff": self.differences["replay"],
-            "tokens_equal": not any(at is not None for at in self.diverging.values()),
+            "tokens_equal": self.tokens_equal,
         }
 
 
@@ -124,10 +132,7 @@ def run_engines(
     side = "after" if tree is None else "before"
     log, out = work / f"{side}.log", work / f"{side}.json"
     out.unlink(missing_ok=True)
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env |= {"PYTHONPATH": str(tree)} if tree else {}
-    env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env = environment(tree) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     command = [sys.executable, "-m", "benchmarks.graphed_engine", str(work), *cases, "--out", str(out)]
     with console.status(f"{model}: {side} the fix"), log.open("wb") as stream:
         done = subprocess.run(command, cwd=ROOT, env=env, stdout=stream, stderr=stream, timeout=SECONDS)
@@ -155,8 +160,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
             at, difference = each.diverging[how], each.differences[how]
             style = "green" if difference == 0.0 and at is None else "red"
             cells += [f"[{style}]{difference:.6g}", "never" if at is None else f"token {at}"]
-        equal = "equal" if all(at is None for at in each.diverging.values()) else "differ"
-        table.add_row(each.model, each.case, *cells, equal)
+        table.add_row(each.model, each.case, *cells, "equal" if each.tokens_equal else "differ")
     console.print(table)
 
 
@@ -164,12 +168,10 @@ def verdict(rows: Sequence[Row]) -> int:
     """0 if every row after the fix is exact and every replay before it is not; else 1, and a line that says which."""
     status = 0
     for each in rows:
-        exact = all(value == 0.0 for value in each.differences.values())
-        exact = exact and all(at is None for at in each.diverging.values())
         if each.case.startswith("before") and each.differences["replay"] == 0.0:
             print(f"{each.model}, {each.case}: the replay does not differ, so nothing is shown", file=sys.stderr)
             status = 1
-        elif not each.case.startswith("before") and not exact:
+        elif not each.case.startswith("before") and not each.exact:
             print(f"{each.model}, {each.case}: differs from a fresh engine", file=sys.stderr)
             status = 1
     return status
@@ -197,9 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     show(rows, console)
-    draft = result.with_suffix(".tmp")
-    draft.write_text(json.dumps([each.json() for each in rows], indent=1) + "\n")
-    os.replace(draft, result)
+    write_json(result, [each.json() for each in rows])
     return verdict(rows)
 
 

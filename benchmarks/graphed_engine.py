@@ -24,7 +24,6 @@ def _engine(checkpoint: Path) -> Iterator[tuple[Any, Any]]:
     """An engine in this process that serves `checkpoint`, and its model's forward by recorded graph."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.forward_context import get_forward_context
     from vllm.model_executor.model_loader.reload.recorded_graph import GraphedForward
 
     llm = LLM(
@@ -38,22 +37,14 @@ def _engine(checkpoint: Path) -> Iterator[tuple[Any, Any]]:
         max_logprobs=tiny_gpt_oss.VOCABULARY,
     )
 
-    def context() -> tuple[object, object]:
-        running = get_forward_context()
-        return running.attn_metadata, running.slot_mapping
-
     try:
         # Not the model's own forward: what the graphs hold must not count as the model's.
         runner = _runner(llm)
-        runner._model_forward = GraphedForward(runner._model_forward, context, _decodes)
+        runner._model_forward = GraphedForward(runner._model_forward)
         yield llm, runner._model_forward
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
-
-
-def _decodes(**inputs: Any) -> bool:
-    return len(inputs["input_ids"]) == 1
 
 
 def _runner(llm: Any) -> Any:
@@ -99,16 +90,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the answers")
     options = parser.parse_args()
 
-    import torch
+    from vllm.model_executor.model_loader.reload.recorded_graph import checkpoint_layout
 
-    from vllm.model_executor.layers import utils
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        utils.dispatch_cpu_unquantized_gemm = lambda layer, *_, **__: setattr(
-            layer, "cpu_linear", torch.nn.functional.linear
-        )
-    found = {case: answers(case, options.checkpoints / "A", options.checkpoints / "B") for case in options.cases}
+    with checkpoint_layout():
+        found = {case: answers(case, options.checkpoints / "A", options.checkpoints / "B") for case in options.cases}
     plain = {
         case: {how: [asdict(answer) for answer in given] for how, given in both.items()} for case, both in found.items()
     }

@@ -212,8 +212,13 @@ def report(outcomes: dict[str, Outcome], path: Path, console: Console) -> None:
         difference = f"{outcome.max_abs_logprob_diff:.6g}"
         table.add_row(side, f"[{style}]{difference}", f"[{style}]{tokens}", f"{outcome.update_seconds:.2f}")
     console.print(table)
+    write_json(path, {side: asdict(outcome) for side, outcome in outcomes.items()})
+
+
+def write_json(path: Path, data: object) -> None:
+    """Replace `path` with `data` as JSON, all at once."""
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps({side: asdict(outcome) for side, outcome in outcomes.items()}, indent=1) + "\n")
+    draft.write_text(json.dumps(data, indent=1) + "\n")
     os.replace(draft, path)
 
 

@@ -77,7 +77,7 @@ def serve(name: str, arguments: Sequence[str], log: Path, pythonpath: Path | Non
     if not program.exists():
         raise ServerError(f"{program} is missing: install the fork's wheel into this environment (make setup)")
     server = Server(name, f"http://127.0.0.1:{port}", log)
-    with process_group(command, log, _environment(pythonpath)) as process:
+    with process_group(command, log, environment(pythonpath)) as process:
         _wait_until_ready(server, process)
         yield server
 
@@ -159,7 +159,8 @@ def last_meaningful_line(log: Path) -> str:
     return (causes or errors or lines or ["the log is empty"])[-1][:300]
 
 
-def _environment(pythonpath: Path | None) -> dict[str, str]:
+def environment(pythonpath: Path | None) -> dict[str, str]:
+    """This program's environment for a vLLM that it starts; `pythonpath` as for `serve`."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if pythonpath is not None:
         environment["PYTHONPATH"] = str(pythonpath)

@@ -16,9 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm import _custom_ops as ops
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers import utils as layer_utils
-from vllm.model_executor.model_loader.reload.recorded_graph import GraphedForward, GraphError, record
+from vllm.model_executor.model_loader.reload.recorded_graph import GraphedForward, GraphError, checkpoint_layout, record
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -226,20 +224,8 @@ def test_a_native_handle_is_refused() -> None:
         record(lambda: ops.onednn_mm(handle, x, None))
 
 
-def context() -> tuple[object, object]:
-    running = get_forward_context()
-    return running.attn_metadata, running.slot_mapping
-
-
-def decodes(**inputs: torch.Tensor) -> bool:
-    return len(inputs["input_ids"]) == 1
-
-
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU has graphs of its own")
-def test_an_engine_decodes_by_replay_as_it_does_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Linears stay as the checkpoint has them: a graph over oneDNN's packed ones would be refused.
-    in_place = lambda layer, *_, **__: setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: E731
-    monkeypatch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", in_place)
+def test_an_engine_decodes_by_replay_as_it_does_eagerly(tmp_path: Path) -> None:
     torch.manual_seed(1)
     config = Qwen3Config(
         vocab_size=96,
@@ -252,12 +238,13 @@ def test_an_engine_decodes_by_replay_as_it_does_eagerly(tmp_path: Path, monkeypa
         initializer_range=0.2,
     )
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    llm = LLM(
-        str(tmp_path), enforce_eager=True, skip_tokenizer_init=True, max_model_len=64, enable_prefix_caching=False
-    )
+    with checkpoint_layout():
+        llm = LLM(
+            str(tmp_path), enforce_eager=True, skip_tokenizer_init=True, max_model_len=64, enable_prefix_caching=False
+        )
     try:
         model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-        graphed = model.forward = GraphedForward(model.forward, context, decodes)
+        graphed = model.forward = GraphedForward(model.forward)
 
         def answer(prompt: list[int]) -> tuple[list[int], list[dict[int, float]]]:
             sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=5, ignore_eos=True, detokenize=False)

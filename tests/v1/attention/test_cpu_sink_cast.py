@@ -2,7 +2,7 @@
 """Attention sinks that the CPU kernel cannot read as they are follow every weight update, eager and replayed."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,9 +17,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers import utils as layer_utils
-from vllm.model_executor.model_loader.reload.recorded_graph import GraphedForward
+from vllm.model_executor.model_loader.reload.recorded_graph import GraphedForward, checkpoint_layout
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU attention backend")
@@ -88,27 +86,18 @@ def answer(llm: LLM) -> Answer:
 
 
 def graphed(llm: LLM) -> GraphedForward:
-    """Put recorded graphs into the engine, for steps of one token."""
+    """Put recorded graphs into the engine."""
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-
-    def context() -> tuple[object, object]:
-        running = get_forward_context()
-        return running.attn_metadata, running.slot_mapping
-
-    only: Callable[..., bool] = lambda **inputs: len(inputs["input_ids"]) == 1  # noqa: E731
-    model.forward = GraphedForward(model.forward, context, only)
+    model.forward = GraphedForward(model.forward)
     return model.forward
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_sinks_follow_updates(checkpoints: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Linears stay as the checkpoint has them: a graph over oneDNN's packed ones would be refused.
-    in_place = lambda layer, *_, **__: setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: E731
-    monkeypatch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", in_place)
+def test_sinks_follow_updates(checkpoints: tuple[Path, Path], dtype: str) -> None:
     a, b = checkpoints
-    with engine(b, dtype) as fresh:
+    with checkpoint_layout(), engine(b, dtype) as fresh:
         want = answer(fresh)
-    with engine(a, dtype) as warm:
+    with checkpoint_layout(), engine(a, dtype) as warm:
         graphs = graphed(warm)
         first = answer(warm)
         assert first != want and graphs.graphs, "the sinks must matter"

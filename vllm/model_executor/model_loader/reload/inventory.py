@@ -12,7 +12,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -58,7 +58,7 @@ class Entry:
 
 def inventory(model: torch.nn.Module) -> dict[str, Entry]:
     """Every tensor that `model` reaches, by path; each tensor object once, parameters and buffers first."""
-    return {entry.path: entry for entry in _Walk().all_of(model)}
+    return {entry.path: entry for entry in _Walk().all_of(model, "")}
 
 
 def poison(model: torch.nn.Module, seed: int = 0) -> None:
@@ -79,8 +79,8 @@ class _Walk:
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
 
-    def all_of(self, model: torch.nn.Module) -> Iterator[Entry]:
-        modules = [(path, module) for path, module in model.named_modules() if self._first(module)]
+    def all_of(self, model: torch.nn.Module, prefix: str) -> Iterator[Entry]:
+        modules = [(path, module) for path, module in model.named_modules(prefix=prefix) if self._first(module)]
         for path, module in modules:
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for name, tensor in tensors.items():
@@ -104,16 +104,14 @@ class _Walk:
             yield from self._value(value, path + words, owner)
 
     def _value(self, value: Any, path: str, owner: str) -> Iterator[Entry]:
+        if isinstance(value, torch.nn.Module):
+            # One that is no child of the model: an attribute of an object, or in a list.
+            yield from self.all_of(value, path)
+            return
         if isinstance(value, _PLAIN) or not self._first(value):
             return
         if isinstance(value, torch.Tensor):
             yield _entry(path, owner, "attribute", value)
-        elif isinstance(value, torch.nn.Module):
-            # One that is no child of the model: an attribute of an object, or a list of modules.
-            del self._seen[id(value)]
-            inner = _Walk()
-            inner._seen = self._seen
-            yield from (replace(entry, path=_join(path, entry.path)) for entry in inner.all_of(value))
         yield from self._values(_inside(value), path, owner if _is_container(value) else type(value).__name__)
 
     def _first(self, value: Any) -> bool:

@@ -12,6 +12,7 @@ a read through a raw pointer, a Triton kernel that is launched directly. It is f
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -19,6 +20,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers import utils
 
 #: Operators that take the address of a native object inside an integer tensor, with no hold on the object: an update
 #: that makes another one frees it.
@@ -204,29 +208,45 @@ def _keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch._C.DispatchKey
     return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device)))
 
 
+@contextmanager
+def checkpoint_layout() -> Iterator[None]:
+    """Unquantized linears made meanwhile keep their weight as the checkpoint has it, also on a CPU, as on a GPU.
+
+    A CPU packs them behind native handles else, which no graph may hold.
+    """
+    packing = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = _unpacked
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = packing
+
+
+def _unpacked(layer: torch.nn.Module, *_: object, **__: object) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
 class GraphedForward:
-    """A model's forward that records each step of a new shape and replays it, as an engine does with CUDA graphs.
+    """A model's forward that records each step of one token and replays it, as an engine does with CUDA graphs.
 
     It stands where `forward` stood. The inputs of a step are its tensor arguments and those of the attention metadata
     in the forward context of the running step; everything else about them (counts, longest lengths, shapes) is the key
-    under which a graph is kept. With `replaying` off it runs `forward` itself.
+    under which a graph is kept. Other steps, and all with `replaying` off, run `forward` itself.
     """
 
-    def __init__(self, forward: Callable[..., Any], context: Callable[[], Any], only: Callable[..., bool]):
-        """`context()` gives what else a step reads; `only(*args, **kwargs)` says which steps are worth a graph."""
+    def __init__(self, forward: Callable[..., Any]):
         self.replaying = True
         self.graphs: dict[tuple[Any, ...], tuple[list[torch.Tensor], RecordedGraph]] = {}
         self._forward = forward
-        self._context = context
-        self._only = only
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.replaying or not self._only(*args, **kwargs):
-            return self._forward(*args, **kwargs)
+    def __call__(self, **kwargs: Any) -> Any:
+        if not self.replaying or len(kwargs["input_ids"]) != 1:
+            return self._forward(**kwargs)
+        context = get_forward_context()
         inputs: list[torch.Tensor] = []
-        key = tuple(_describe((args, kwargs, self._context()), inputs))
+        key = tuple(_describe((kwargs, context.attn_metadata, context.slot_mapping), inputs))
         if key not in self.graphs:
-            graph = record(lambda: self._forward(*args, **kwargs))
+            graph = record(lambda: self._forward(**kwargs))
             self.graphs[key] = ([_hold(tensor) for tensor in inputs], graph)
             return tree_map_only(torch.Tensor, torch.clone, graph.outputs)
         buffers, graph = self.graphs[key]
