@@ -37,10 +37,11 @@ from fork.series import find_patch, load_series
 from fork.trial import changed_files
 from fork.wheel import default_device
 
-#: Model -> what writes its checkpoints, and the patch whose fault is put back.
+#: Model -> what writes its checkpoints, its attention backend (a CPU with AMX has another one for MLA, which derives
+#: nothing in place), and the patch whose fault is put back.
 MODELS = {
-    "mla": (tiny_deepseek_v2.write, "mla-post-load-storage"),
-    "sinks": (tiny_gpt_oss.write, "attention-sink-loader"),
+    "mla": (tiny_deepseek_v2.write, "CPU_MLA", "mla-post-load-storage"),
+    "sinks": (tiny_gpt_oss.write, "CPU_ATTN", "attention-sink-loader"),
 }
 SECONDS = 900
 
@@ -98,7 +99,7 @@ def first_diverging_token(got: Sequence[Answer], wanted: Sequence[Answer]) -> in
 
 def measure(model: str, work: Path, base: Base, stock: Path, console: Console) -> list[Row]:
     """The four rows of one model, with checkpoints, trees and logs in the folder `work`."""
-    write, patch = MODELS[model]
+    write, _, patch = MODELS[model]
     write(work / "A", 1, 0.05)
     write(work / "B", 2, 0.1)
     with tempfile.TemporaryDirectory(dir=work) as scratch:
@@ -133,7 +134,8 @@ def run_engines(
     log, out = work / f"{side}.log", work / f"{side}.json"
     out.unlink(missing_ok=True)
     env = environment(tree) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-m", "benchmarks.graphed_engine", str(work), *cases, "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.graphed_engine", str(work), *cases]
+    command += ["--backend", MODELS[model][1], "--out", str(out)]
     with console.status(f"{model}: {side} the fix"), log.open("wb") as stream:
         done = subprocess.run(command, cwd=ROOT, env=env, stdout=stream, stderr=stream, timeout=SECONDS)
     if done.returncode or not out.exists():
@@ -151,9 +153,10 @@ def _answer(plain: dict[str, list[object]]) -> Answer:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    table = Table(title="Updated from A to B, against an engine freshly started on B", title_justify="left")
-    for column in ("model", "case", "eager, nats", "diverges", "replayed, nats", "diverges", "tokens"):
-        table.add_column(column, justify="right" if column.endswith(("nats", "diverges")) else "left")
+    title = "Updated from A to B, against an engine freshly started on B: log-probability difference in nats"
+    table = Table(title=title, title_justify="left")
+    for column in ("model", "case", "eager", "diverges", "replayed", "diverges", "tokens"):
+        table.add_column(column, justify="left" if column in ("model", "case", "tokens") else "right", no_wrap=True)
     for each in rows:
         cells = []
         for how in ("eager", "replay"):

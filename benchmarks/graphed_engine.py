@@ -1,6 +1,7 @@
 """One process of `graph_ab`: a real engine whose decode steps run by recorded graph, updated from A to B.
 
-Linears stay in the checkpoint's layout, as they do on a GPU; on a CPU they would be packed behind native handles.
+Linears stay in the checkpoint's layout, as they do on a GPU; on a CPU they would be packed behind native handles. The
+product of a block-wise fp8 linear, for which most CPUs have no kernel, is that of its dequantized weight.
 """
 
 import argparse
@@ -19,8 +20,31 @@ CASES = ("fresh", "kept", "poisoned")
 GENERATED_TOKENS = 16
 
 
+def _add_fp8_kernel() -> None:
+    """Have vLLM take a kernel for block-wise fp8 linears that runs on any CPU. It keeps the weight as it is."""
+    import torch
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.layers.quantization.utils.quant_utils import scaled_dequantize
+    from vllm.platforms.interface import PlatformEnum
+
+    class Dequantized(Fp8BlockScaledMMLinearKernel):
+        apply_input_quant = False
+
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        def apply_block_scaled_mm(
+            self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
+        ) -> torch.Tensor:
+            return torch.nn.functional.linear(A, scaled_dequantize(B, Bs, self.weight_group_shape, A.dtype))
+
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, Dequantized)
+
+
 @contextmanager
-def _engine(checkpoint: Path) -> Iterator[tuple[Any, Any]]:
+def _engine(checkpoint: Path, backend: str) -> Iterator[tuple[Any, Any]]:
     """An engine in this process that serves `checkpoint`, and its model's forward by recorded graph."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -29,6 +53,7 @@ def _engine(checkpoint: Path) -> Iterator[tuple[Any, Any]]:
     llm = LLM(
         model=str(checkpoint),
         dtype="bfloat16",
+        attention_backend=backend,
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -66,11 +91,11 @@ def _ask(llm: Any) -> list[Answer]:
     return answers
 
 
-def answers(case: str, a: Path, b: Path) -> dict[str, list[Answer]]:
+def answers(case: str, a: Path, b: Path, backend: str) -> dict[str, list[Answer]]:
     """What an engine of this tree answers on B in `case`, eager and replayed."""
     from vllm.model_executor.model_loader.reload.inventory import poison
 
-    with _engine(b if case == "fresh" else a) as (llm, forward):
+    with _engine(b if case == "fresh" else a, backend) as (llm, forward):
         _ask(llm)
         if case == "poisoned":
             poison(_runner(llm).model)
@@ -87,13 +112,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("checkpoints", type=Path, help="folder that holds A and B")
     parser.add_argument("cases", nargs="+", choices=CASES)
+    parser.add_argument("--backend", required=True, help="vLLM's name of the attention backend")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the answers")
     options = parser.parse_args()
 
     from vllm.model_executor.model_loader.reload.recorded_graph import checkpoint_layout
 
+    a, b = options.checkpoints / "A", options.checkpoints / "B"
+    _add_fp8_kernel()
     with checkpoint_layout():
-        found = {case: answers(case, options.checkpoints / "A", options.checkpoints / "B") for case in options.cases}
+        found = {case: answers(case, a, b, options.backend) for case in options.cases}
     plain = {
         case: {how: [asdict(answer) for answer in given] for how, given in both.items()} for case, both in found.items()
     }
