@@ -1,13 +1,15 @@
-"""What a recorded graph serves after a weight update: before the fix and after it, beside a fresh engine.
+"""What a graph serves after a weight update: before the fix and after it, beside a fresh engine.
 
 A tiny MLA model (DeepSeek-V2) and a tiny sink model (GPT-OSS), bf16, checkpoints A and B. An engine decodes on A by
-recorded graph, which reads memory as a captured CUDA graph does. Its weights are updated to B, and it answers again,
-eagerly and by replaying the graphs of A. `before` is the fork with one fault put back: MLA's derived weights bound anew
-at each update (as before 0.26), or sinks written past their weight loader (as before 0.33). `poisoned` overwrites all
-weights with garbage before the update, as a level-2 sleep does; `kept` leaves their contents, as a level-1 sleep does.
+graph: a captured CUDA graph, or on a CPU a recorded one, which reads memory in the same way. Its weights are updated to
+B, and it answers again, by replaying the graphs of A and eagerly. `before` is the fork with one fault put back: MLA's
+derived weights bound anew at each update (as before 0.26), or sinks written past their weight loader (as before 0.33).
+`poisoned` discards all weights before the update, as a level-2 sleep does; `kept` leaves their contents, as a level-1
+sleep does.
 
 Every answer is compared with those of an engine freshly started on B, eager: the largest absolute difference of a
 log-probability in nats, over the whole vocabulary and all positions up to and including the first token that differs.
+On a GPU replayed answers are compared with replayed ones, since a kernel may sum in another order when it is captured.
 The first token of an answer comes from the prompt's own step, which no graph has; all later ones can be replayed.
 
 Exit status: 0 if nothing differs after the fix and every replay differs before it, 1 if that is not so or an engine
@@ -37,13 +39,17 @@ from fork.series import find_patch, load_series
 from fork.trial import changed_files
 from fork.wheel import default_device
 
-#: Model -> what writes its checkpoints, its attention backend (a CPU with AMX has another one for MLA, which derives
-#: nothing in place), and the patch whose fault is put back.
+#: Model -> what writes its checkpoints, and the patch whose fault is put back.
 MODELS = {
-    "mla": (tiny_deepseek_v2.write, "CPU_MLA", "mla-post-load-storage"),
-    "sinks": (tiny_gpt_oss.write, "CPU_ATTN", "attention-sink-loader"),
+    "mla": (tiny_deepseek_v2.write, "mla-post-load-storage"),
+    "sinks": (tiny_gpt_oss.write, "attention-sink-loader"),
 }
-SECONDS = 900
+#: Attention backends. Without a name a CPU with AMX takes another one for MLA, which never reads the derived weights.
+BACKENDS = {
+    "mla": {"cpu": "CPU_MLA", "cuda": "TRITON_MLA"},
+    "sinks": {"cpu": "CPU_ATTN", "cuda": "TRITON_ATTN"},
+}
+SECONDS = 600
 
 
 class EngineError(Exception):
@@ -77,12 +83,12 @@ class Row:
         }
 
 
-def row(model: str, case: str, answers: dict[str, list[Answer]], fresh: list[Answer]) -> Row:
+def row(model: str, case: str, answers: dict[str, list[Answer]], fresh: dict[str, list[Answer]]) -> Row:
     return Row(
         model,
         case,
-        {how: compare(given, fresh)[0] for how, given in answers.items()},
-        {how: first_diverging_token(given, fresh) for how, given in answers.items()},
+        {how: compare(given, fresh[how])[0] for how, given in answers.items()},
+        {how: first_diverging_token(given, fresh[how]) for how, given in answers.items()},
     )
 
 
@@ -97,54 +103,53 @@ def first_diverging_token(got: Sequence[Answer], wanted: Sequence[Answer]) -> in
     return min(found, default=None)
 
 
-def measure(model: str, work: Path, base: Base, stock: Path, console: Console) -> list[Row]:
+def measure(model: str, work: Path, base: Base, device: str, console: Console) -> list[Row]:
     """The four rows of one model, with checkpoints, trees and logs in the folder `work`."""
-    write, _, patch = MODELS[model]
+    write, patch = MODELS[model]
+    backend = BACKENDS[model][device]
     write(work / "A", 1, 0.05)
     write(work / "B", 2, 0.1)
+
+    def run(case: str, tree: Path | None) -> dict[str, list[Answer]]:
+        with console.status(f"{model}: {name(case, tree)}"):
+            return run_engine(work, case, name(case, tree), backend, tree)
+
+    def name(case: str, tree: Path | None) -> str:
+        return case if case == "fresh" else f"{'before' if tree else 'after'}-{case}"
+
     with tempfile.TemporaryDirectory(dir=work) as scratch:
         before = Path(scratch, "tree")
-        files.link_tree(stock, before, faulty(base, patch))
-        old = run_engines(model, before, ("poisoned", "kept"), work, console)
-    new = run_engines(model, None, ("poisoned", "fresh"), work, console)
-    fresh = new["fresh"]["eager"]
-    return [
-        row(model, "before-poisoned", old["poisoned"], fresh),
-        row(model, "before-kept", old["kept"], fresh),
-        row(model, "after-poisoned", new["poisoned"], fresh),
-        row(model, "fresh", new["fresh"], fresh),
-    ]
+        files.link_tree(files.stock_tree(base, device), before, faulty(base, device, patch))
+        found = {name(case, before): run(case, before) for case in ("poisoned", "kept")}
+    found |= {name(case, None): run(case, None) for case in ("poisoned", "fresh")}
+    fresh = found["fresh"]
+    if device == "cpu":
+        fresh = dict.fromkeys(fresh, fresh["eager"])
+    return [row(model, case, answers, fresh) for case, answers in found.items()]
 
 
-def faulty(base: Base, name: str) -> dict[str, bytes]:
-    """What the series changes in `base`, with the fault put back that the patch `name` mends there."""
-    series, read = load_series(), files.wheel_reader(base.wheel())
+def faulty(base: Base, device: str, patch: str) -> dict[str, bytes]:
+    """What the series changes in `base`, with the fault put back that `patch` mends there."""
+    series, read = load_series(), files.wheel_reader(base.wheel(device))
     results = evaluate(series, base.version, read)
-    found = changed_files(find_patch(series, name), series, base, results, read, drop=True)
+    found = changed_files(find_patch(series, patch), series, base, results, read, drop=True)
     if found is None:
-        raise ForkError(f"{name} mends nothing on {base.name}; name another with VLLM_FORK_BASE")
+        raise ForkError(f"{patch} mends nothing on {base.name}; name another with VLLM_FORK_BASE")
     return found
 
 
-def run_engines(
-    model: str, tree: Path | None, cases: tuple[str, ...], work: Path, console: Console
-) -> dict[str, dict[str, list[Answer]]]:
-    """The answers of one process that runs an engine for each of `cases`, on `tree` or on the installed fork."""
-    side = "after" if tree is None else "before"
-    log, out = work / f"{side}.log", work / f"{side}.json"
+def run_engine(work: Path, case: str, name: str, backend: str, tree: Path | None) -> dict[str, list[Answer]]:
+    """The answers of one engine, eager and replayed, on `tree` or on the installed fork; `name` is for its files."""
+    log, out = work / f"{name}.log", work / f"{name}.json"
     out.unlink(missing_ok=True)
     env = environment(tree) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-m", "benchmarks.graphed_engine", str(work), *cases]
-    command += ["--backend", MODELS[model][1], "--out", str(out)]
-    with console.status(f"{model}: {side} the fix"), log.open("wb") as stream:
+    command = [sys.executable, "-m", "benchmarks.graphed_engine", str(work), case]
+    command += ["--backend", backend, "--out", str(out)]
+    with log.open("wb") as stream:
         done = subprocess.run(command, cwd=ROOT, env=env, stdout=stream, stderr=stream, timeout=SECONDS)
     if done.returncode or not out.exists():
-        raise EngineError(f"{model}, {side} the fix: the engine ended with status {done.returncode}; log: {log}")
-    console.print(f"{model}: {side} the fix", highlight=False)
-    return {
-        case: {how: [_answer(one) for one in given] for how, given in both.items()}
-        for case, both in json.loads(out.read_text()).items()
-    }
+        raise EngineError(f"{name}: the engine ended with status {done.returncode}; log: {log}")
+    return {how: [_answer(one) for one in given] for how, given in json.loads(out.read_text()).items()}
 
 
 def _answer(plain: dict[str, list[object]]) -> Answer:
@@ -187,17 +192,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out, console = options.out.resolve(), Console()
     result = out / "graph_ab.json"
     try:
-        base = find_base(None)
-        if default_device() != "cpu":
-            raise ForkError("recorded graphs are for a CPU: `VLLM_TARGET_DEVICE=cpu make graph-ab`")
-        stock = files.stock_tree(base)
+        base, device = find_base(None), default_device()
         rows = []
         for model in MODELS:
             work = out / "graph_ab" / model
             work.mkdir(parents=True, exist_ok=True)
             with files.alone(work):
                 result.unlink(missing_ok=True)
-                rows += measure(model, work, base, stock, console)
+                rows += measure(model, work, base, device, console)
     except (EngineError, ForkError, OSError, subprocess.TimeoutExpired) as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,34 +1,139 @@
-"""One process of `graph_ab`: a real engine whose decode steps run by recorded graph, updated from A to B.
+"""One process of `graph_ab`: a real engine whose decode steps run by graph, updated from A to B.
 
-Linears stay in the checkpoint's layout, as they do on a GPU; on a CPU they would be packed behind native handles. The
-product of a block-wise fp8 linear, for which most CPUs have no kernel, is that of its dequantized weight.
+On a GPU these are CUDA graphs, and sleep is the engine's own. On a CPU they are recorded graphs; level-1 sleep does
+nothing, and level-2 sleep is modelled by garbage in every weight. Linears stay in the checkpoint's layout there, as
+they do on a GPU (they would be packed behind native handles), and the product of a block-wise fp8 linear, for which
+most CPUs have no kernel, is that of its dequantized weight.
 """
 
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from benchmarks import tiny_gpt_oss
 from benchmarks.live_update import Answer
 
-#: What happens to an engine that has recorded its graphs on A, before it answers; `fresh` records them on B.
-CASES = ("fresh", "kept", "poisoned")
+#: What happens between the first answers on A and the update to B: the level of the sleep. `fresh` starts on B.
+CASES = {"fresh": 0, "kept": 1, "poisoned": 2}
 GENERATED_TOKENS = 16
+
+
+class Graphs(Protocol):
+    """The graphs of an engine's one-token steps."""
+
+    #: Of the engine, for there to be any.
+    options: ClassVar[dict[str, Any]]
+
+    def __init__(self, llm: Any): ...
+
+    def count(self) -> int:
+        """How many there are."""
+
+    def turn_off(self) -> None:
+        """Have every later step run eagerly."""
+
+    def sleep(self, level: int) -> None:
+        """Put the engine to sleep and wake it up."""
+
+
+class Recorded:
+    """Recorded graphs, on a CPU."""
+
+    options: ClassVar[dict[str, Any]] = {"enforce_eager": True}
+
+    def __init__(self, llm: Any):
+        from vllm.model_executor.model_loader.reload.recorded_graph import GraphedForward
+
+        # Not the model's own forward: what the graphs hold must not count as the model's.
+        runner = _runner(llm)
+        self._model = runner.model
+        self._forward = runner._model_forward = GraphedForward(runner._model_forward)
+
+    def count(self) -> int:
+        return len(self._forward.graphs)
+
+    def turn_off(self) -> None:
+        self._forward.replaying = False
+
+    def sleep(self, level: int) -> None:
+        from vllm.model_executor.model_loader.reload.inventory import poison
+
+        if level == 2:
+            poison(self._model)
+
+
+class Captured:
+    """CUDA graphs, captured when the engine starts."""
+
+    options: ClassVar[dict[str, Any]] = {
+        "enable_sleep_mode": True,
+        "gpu_memory_utilization": 0.3,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1]},
+    }
+
+    def __init__(self, llm: Any):
+        self._llm, self._keys = llm, _runner(llm).cudagraph_dispatcher.cudagraph_keys
+
+    def count(self) -> int:
+        return sum(len(keys) for keys in self._keys.values())
+
+    def turn_off(self) -> None:
+        for keys in self._keys.values():
+            keys.clear()
+
+    def sleep(self, level: int) -> None:
+        self._llm.sleep(level=level)
+        self._llm.wake_up()
+
+
+@contextmanager
+def _engine(checkpoint: Path, backend: str) -> Iterator[tuple[Any, Graphs]]:
+    """An engine in this process that serves `checkpoint`, and its graphs."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    graphs: type[Graphs] = Recorded if current_platform.is_cpu() else Captured
+    with ExitStack() as stack:
+        if graphs is Recorded:
+            from vllm.model_executor.model_loader.reload.recorded_graph import checkpoint_layout
+
+            stack.enter_context(checkpoint_layout())
+            _add_fp8_kernel()
+        llm = LLM(
+            model=str(checkpoint),
+            dtype="bfloat16",
+            attention_backend=backend,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_model_len=128,
+            max_num_seqs=4,
+            max_logprobs=tiny_gpt_oss.VOCABULARY,
+            **graphs.options,
+        )
+        stack.callback(cleanup_dist_env_and_memory)
+        stack.callback(llm.llm_engine.engine_core.shutdown)
+        yield llm, graphs(llm)
+
+
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 def _add_fp8_kernel() -> None:
     """Have vLLM take a kernel for block-wise fp8 linears that runs on any CPU. It keeps the weight as it is."""
     import torch
+
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.layers.quantization.utils.quant_utils import scaled_dequantize
     from vllm.platforms.interface import PlatformEnum
 
-    class Dequantized(Fp8BlockScaledMMLinearKernel):
+    class Dequantized(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
         apply_input_quant = False
 
         @classmethod
@@ -41,39 +146,6 @@ def _add_fp8_kernel() -> None:
             return torch.nn.functional.linear(A, scaled_dequantize(B, Bs, self.weight_group_shape, A.dtype))
 
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, Dequantized)
-
-
-@contextmanager
-def _engine(checkpoint: Path, backend: str) -> Iterator[tuple[Any, Any]]:
-    """An engine in this process that serves `checkpoint`, and its model's forward by recorded graph."""
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.model_executor.model_loader.reload.recorded_graph import GraphedForward
-
-    llm = LLM(
-        model=str(checkpoint),
-        dtype="bfloat16",
-        attention_backend=backend,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=128,
-        max_num_seqs=4,
-        max_logprobs=tiny_gpt_oss.VOCABULARY,
-    )
-
-    try:
-        # Not the model's own forward: what the graphs hold must not count as the model's.
-        runner = _runner(llm)
-        runner._model_forward = GraphedForward(runner._model_forward)
-        yield llm, runner._model_forward
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
-
-
-def _runner(llm: Any) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 def _ask(llm: Any) -> list[Answer]:
@@ -93,39 +165,28 @@ def _ask(llm: Any) -> list[Answer]:
 
 def answers(case: str, a: Path, b: Path, backend: str) -> dict[str, list[Answer]]:
     """What an engine of this tree answers on B in `case`, eager and replayed."""
-    from vllm.model_executor.model_loader.reload.inventory import poison
-
-    with _engine(b if case == "fresh" else a, backend) as (llm, forward):
+    with _engine(b if case == "fresh" else a, backend) as (llm, graphs):
         _ask(llm)
-        if case == "poisoned":
-            poison(_runner(llm).model)
-        if case != "fresh":
+        if level := CASES[case]:
+            graphs.sleep(level)
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(b)})
-        recorded = len(forward.graphs)
+        made = graphs.count()
         replayed = _ask(llm)
-        assert len(forward.graphs) == recorded > 0, "a step was recorded after the update"
-        forward.replaying = False
+        assert graphs.count() == made > 0, "a graph was made after the update"
+        graphs.turn_off()
         return {"eager": _ask(llm), "replay": replayed}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("checkpoints", type=Path, help="folder that holds A and B")
-    parser.add_argument("cases", nargs="+", choices=CASES)
+    parser.add_argument("case", choices=CASES)
     parser.add_argument("--backend", required=True, help="vLLM's name of the attention backend")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the answers")
     options = parser.parse_args()
 
-    from vllm.model_executor.model_loader.reload.recorded_graph import checkpoint_layout
-
-    a, b = options.checkpoints / "A", options.checkpoints / "B"
-    _add_fp8_kernel()
-    with checkpoint_layout():
-        found = {case: answers(case, a, b, options.backend) for case in options.cases}
-    plain = {
-        case: {how: [asdict(answer) for answer in given] for how, given in both.items()} for case, both in found.items()
-    }
-    options.out.write_text(json.dumps(plain))
+    found = answers(options.case, options.checkpoints / "A", options.checkpoints / "B", options.backend)
+    options.out.write_text(json.dumps({how: [asdict(answer) for answer in given] for how, given in found.items()}))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@ from pathlib import Path
 
 from benchmarks.tiny_gpt_oss import VOCABULARY, fill
 
-BLOCK = 32
+BLOCK = 128
 
 
 def write(folder: Path, seed: int, std: float) -> None:
     """Save a bf16 model of two dense layers to `folder`, its elements drawn from `seed` as those of tiny GPT-OSS are.
 
     The CPU decode kernel takes a latent of 512 and a rotary part of 64 elements only; all else is small. `kv_b_proj` is
-    in block-wise fp8: what MLA derives from it is then made anew at each load. In bf16 it would be a view of the weight itself,
-    which an update reaches whatever is bound.
+    in block-wise fp8: what MLA derives from it is then made anew at each load. In bf16 it would be a view of the weight
+    itself, which an update reaches whatever is bound.
     """
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM

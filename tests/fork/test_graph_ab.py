@@ -18,7 +18,12 @@ def answer(*tokens: int, value: float = -1.0) -> Answer:
 
 def test_a_row_has_the_largest_difference_of_each_side_and_whether_all_tokens_agree():
     fresh = [answer(0, 1), answer(1, 1)]
-    found = row("mla", "before-kept", {"eager": fresh, "replay": [answer(0, 1), answer(1, 0, value=-1.5)]}, fresh)
+    found = row(
+        "mla",
+        "before-kept",
+        {"eager": fresh, "replay": [answer(0, 1), answer(1, 0, value=-1.5)]},
+        {"eager": fresh, "replay": fresh},
+    )
     assert found.json() == {
         "model": "mla",
         "case": "before-kept",
@@ -62,12 +67,14 @@ def test_the_fault_is_put_back_into_what_the_series_makes():
     base = find_base("0.32.0")
     read = files.wheel_reader(base.wheel())
     mla = "vllm/model_executor/layers/attention/mla_attention.py"
-    faulty = graph_ab.faulty(base, "mla-post-load-storage")
+    faulty = graph_ab.faulty(base, "cpu", "mla-post-load-storage")
     assert b"self.W_UV = W_UV.transpose(0, 1)" in faulty[mla] and b"self.W_UV = " not in read(mla)
     assert "vllm/model_executor/model_loader/attention_sink.py" in faulty
-    assert "vllm/model_executor/model_loader/attention_sink.py" not in graph_ab.faulty(base, "attention-sink-loader")
+    assert "vllm/model_executor/model_loader/attention_sink.py" not in graph_ab.faulty(
+        base, "cpu", "attention-sink-loader"
+    )
     with pytest.raises(ForkError, match=r"mends nothing on 0\.33\.0"):
-        graph_ab.faulty(find_base("0.33.0"), "attention-sink-loader")
+        graph_ab.faulty(find_base("0.33.0"), "cuda", "attention-sink-loader")
 
 
 def test_an_engine_that_fails_is_one_line_that_names_its_log_and_leaves_no_report(tmp_path, monkeypatch, capsys):
@@ -76,8 +83,8 @@ def test_an_engine_that_fails_is_one_line_that_names_its_log_and_leaves_no_repor
     monkeypatch.setattr(graph_ab, "MODELS", {"mla": (lambda *_: None, "mla-post-load-storage")})
     assert graph_ab.main(["--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    log = tmp_path / "graph_ab" / "mla" / "before.log"
-    assert error == f"mla, before the fix: the engine ended with status 1; log: {log}\n"
+    log = tmp_path / "graph_ab" / "mla" / "before-poisoned.log"
+    assert error == f"before-poisoned: the engine ended with status 1; log: {log}\n"
     assert log.read_text() and not (tmp_path / "graph_ab.json").exists()
 
 
