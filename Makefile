@@ -38,14 +38,14 @@ lint: setup
 
 test: lint
 	$(PY) -m fork status
-	$(PY) -m pytest -n 2 --dist loadfile tests/fork
+	$(PY) -m pytest -n 2 --dist loadfile tests/fork tests/gpu
 	$(PY) -m fork trial
 
 # Each patch dropped in turn: the tests it names go red.
 drop: setup
 	$(PY) -m fork trial --drop
 
-# What a recorded graph serves after an update, with the faults put back and without.
+# What a graph serves after an update, with the faults put back and without; tests/gpu asserts the same on a GPU.
 graph-ab: setup
 	$(PY) -m benchmarks.graph_ab
 

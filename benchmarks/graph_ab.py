@@ -3,7 +3,8 @@
 A tiny MLA model (DeepSeek-V2) and a tiny sink model (GPT-OSS), bf16, checkpoints A and B. An engine decodes on A by
 graph: a captured CUDA graph, or on a CPU a recorded one, which reads memory in the same way. Its weights are updated to
 B, and it answers again, by replaying the graphs of A and eagerly. `before` is the fork with one fault put back: MLA's
-derived weights bound anew at each update (as before 0.26), or sinks written past their weight loader (as before 0.33).
+derived weights bound anew at each update and FlashInfer's sinks cast once (as before 0.26), or sinks written past their
+weight loader (as before 0.33).
 `poisoned` discards all weights before the update, as a level-2 sleep does; `kept` leaves their contents, as a level-1
 sleep does.
 
@@ -39,15 +40,12 @@ from fork.series import find_patch, load_series
 from fork.trial import changed_files
 from fork.wheel import default_device
 
-#: Model -> what writes its checkpoints, and the patch whose fault is put back.
+#: Model -> what writes its checkpoints, the patch whose fault is put back, and the attention backend on each device.
+#: Left to itself a CPU with AMX takes another backend for MLA, which never reads the derived weights.
 MODELS = {
-    "mla": (tiny_deepseek_v2.write, "mla-post-load-storage"),
-    "sinks": (tiny_gpt_oss.write, "attention-sink-loader"),
-}
-#: Attention backends. Without a name a CPU with AMX takes another one for MLA, which never reads the derived weights.
-BACKENDS = {
-    "mla": {"cpu": "CPU_MLA", "cuda": "TRITON_MLA"},
-    "sinks": {"cpu": "CPU_ATTN", "cuda": "TRITON_ATTN"},
+    "mla": (tiny_deepseek_v2.write, "mla-post-load-storage", {"cpu": "CPU_MLA", "cuda": "TRITON_MLA"}),
+    "sinks": (tiny_gpt_oss.write, "attention-sink-loader", {"cpu": "CPU_ATTN", "cuda": "TRITON_ATTN"}),
+    "flashinfer": (tiny_gpt_oss.write, "flashinfer-sink-refresh", {"cuda": "FLASHINFER"}),
 }
 SECONDS = 600
 
@@ -105,14 +103,13 @@ def first_diverging_token(got: Sequence[Answer], wanted: Sequence[Answer]) -> in
 
 def measure(model: str, work: Path, base: Base, device: str, console: Console) -> list[Row]:
     """The four rows of one model, with checkpoints, trees and logs in the folder `work`."""
-    write, patch = MODELS[model]
-    backend = BACKENDS[model][device]
+    write, patch, backends = MODELS[model]
     write(work / "A", 1, 0.05)
     write(work / "B", 2, 0.1)
 
     def run(case: str, tree: Path | None) -> dict[str, list[Answer]]:
         with console.status(f"{model}: {name(case, tree)}"):
-            return run_engine(work, case, name(case, tree), backend, tree)
+            return run_engine(work, case, name(case, tree), backends[device], tree)
 
     def name(case: str, tree: Path | None) -> str:
         return case if case == "fresh" else f"{'before' if tree else 'after'}-{case}"
@@ -142,7 +139,11 @@ def run_engine(work: Path, case: str, name: str, backend: str, tree: Path | None
     """The answers of one engine, eager and replayed, on `tree` or on the installed fork; `name` is for its files."""
     log, out = work / f"{name}.log", work / f"{name}.json"
     out.unlink(missing_ok=True)
-    env = environment(tree) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env = environment(tree) | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_HAS_FLASHINFER_CUBIN": "1",  # else FlashInfer takes no sinks where its kernels cannot be fetched
+    }
     command = [sys.executable, "-m", "benchmarks.graphed_engine", str(work), case]
     command += ["--backend", backend, "--out", str(out)]
     with log.open("wb") as stream:
@@ -194,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         base, device = find_base(None), default_device()
         rows = []
-        for model in MODELS:
+        for model in (name for name, (_, _, backends) in MODELS.items() if device in backends):
             work = out / "graph_ab" / model
             work.mkdir(parents=True, exist_ok=True)
             with files.alone(work):

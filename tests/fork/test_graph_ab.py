@@ -80,7 +80,7 @@ def test_the_fault_is_put_back_into_what_the_series_makes():
 def test_an_engine_that_fails_is_one_line_that_names_its_log_and_leaves_no_report(tmp_path, monkeypatch, capsys):
     """The real engine program, on checkpoints that are none."""
     (tmp_path / "graph_ab.json").write_text("[]")
-    monkeypatch.setattr(graph_ab, "MODELS", {"mla": (lambda *_: None, "mla-post-load-storage")})
+    monkeypatch.setattr(graph_ab, "MODELS", {"mla": (lambda *_: None, "mla-post-load-storage", {"cpu": "CPU_MLA"})})
     assert graph_ab.main(["--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     log = tmp_path / "graph_ab" / "mla" / "before-poisoned.log"
