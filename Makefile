@@ -30,9 +30,14 @@ $(INSTALLED): $(SOURCES)
 demo: setup
 	$(PY) -m benchmarks.live_update
 
+# What is for upstream has upstream's 88 columns.
+UPSTREAM := vllm tests/model_executor tests/models tests/v1
+
 lint: setup
 	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
+	.venv/bin/ruff check --line-length 88 $(UPSTREAM)
+	.venv/bin/ruff format --check fork benchmarks tests/fork tests/gpu
+	.venv/bin/ruff format --check --line-length 88 $(UPSTREAM)
 	.venv/bin/mypy
 	$(PY) -m fork lint
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host copies of the KV-cache scales stay on the host, and where they are, through weight updates."""
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The host copies of the KV-cache scales stay on the host, and where they are, through
+weight updates.
+"""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,7 +20,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.inventory import inventory
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
-#: Host copies of the scales. Releases that have none bind constants anew instead, for scales computed on the way.
+#: Host copies of the scales. Releases that have none bind constants anew instead, for
+#: scales computed on the way.
 SCALES = ("_k_scale_cpu", "_v_scale_cpu")
 CONSTANTS = ("q_range", "k_range", "v_range")
 
@@ -29,8 +33,12 @@ def configured() -> Iterator[None]:
 
 
 def block() -> torch.nn.Sequential:
-    """What a model is to the reload. The Triton backend is built on any device; no kernel is run."""
-    layer = Attention(4, 64, 0.125, num_kv_heads=2, prefix="attn", attn_backend=TritonAttentionBackend)
+    """What a model is to the reload. The Triton backend is built on any device; no
+    kernel is run.
+    """
+    layer = Attention(
+        4, 64, 0.125, num_kv_heads=2, prefix="attn", attn_backend=TritonAttentionBackend
+    )
     return torch.nn.Sequential(layer)
 
 
@@ -46,9 +54,13 @@ def test_updates_leave_every_tensor_of_a_layer_where_it_was() -> None:
         for name in scales:
             getattr(model[0], name).fill_(update + 0.5)
         initialize_layerwise_reload(model)
-        finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))  # the reload reads the dtype alone
+        finalize_layerwise_reload(
+            model, SimpleNamespace(dtype=torch.bfloat16)
+        )  # the reload reads the dtype alone
 
-        assert {path: entry.storage for path, entry in inventory(model).items()} == first, f"update {update}"
+        assert {
+            path: entry.storage for path, entry in inventory(model).items()
+        } == first, f"update {update}"
         assert all(getattr(model[0], name).item() == 1.0 for name in scales)
 
 

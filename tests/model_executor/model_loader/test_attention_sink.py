@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The factory and the loader of attention sinks, on their own."""
 
 import inspect
@@ -11,18 +12,28 @@ from torch import nn
 from vllm.model_executor.model_loader import attention_sink
 from vllm.model_executor.model_loader.attention_sink import new_sink
 from vllm.model_executor.model_loader.reload import utils
-from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, materialize_meta_tensor, to_meta_tensor
+from vllm.model_executor.model_loader.reload.meta import (
+    get_numel_loaded,
+    materialize_meta_tensor,
+    to_meta_tensor,
+)
 
 INF = math.inf
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch):
-    """Tells the loader the tensor-parallel size and rank, which need a process group otherwise."""
+    """Tells the loader the tensor-parallel size and rank, which need a process group
+    otherwise.
+    """
 
     def ranks(size: int, rank: int = 0) -> None:
-        monkeypatch.setattr(attention_sink, "get_tensor_model_parallel_world_size", lambda: size)
-        monkeypatch.setattr(attention_sink, "get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(
+            attention_sink, "get_tensor_model_parallel_world_size", lambda: size
+        )
+        monkeypatch.setattr(
+            attention_sink, "get_tensor_model_parallel_rank", lambda: rank
+        )
 
     ranks(1)
     return ranks
@@ -49,9 +60,14 @@ def test_the_dtype_is_the_default_one_unless_given() -> None:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("size,rank,expected", [(1, 0, [1, 2, 3, 4]), (2, 0, [1, 2]), (2, 1, [3, 4]), (4, 3, [4])])
+@pytest.mark.parametrize(
+    "size,rank,expected",
+    [(1, 0, [1, 2, 3, 4]), (2, 0, [1, 2]), (2, 1, [3, 4]), (4, 3, [4])],
+)
 @pytest.mark.parametrize("padding", [0, 3])
-def test_a_rank_gets_its_heads_and_padding_stays_without_effect(ranks, size, rank, expected, padding) -> None:
+def test_a_rank_gets_its_heads_and_padding_stays_without_effect(
+    ranks, size, rank, expected, padding
+) -> None:
     ranks(size, rank)
     sink = new_sink(len(expected), padded_heads=len(expected) + padding)
     address = sink.data_ptr()
@@ -70,22 +86,35 @@ def test_a_rank_owns_heads_by_the_checkpoint_not_by_the_padded_parameter(ranks) 
     assert sink.tolist() == [3, 4, -INF, -INF]
 
 
-OTHER_MODEL = "layer.sinks: {0} heads among 1 tensor-parallel ranks make {0} a rank, but the model was built for 4"
+OTHER_MODEL = (
+    "layer.sinks: {0} heads among 1 tensor-parallel ranks make {0} a rank, "
+    "but the model was built for 4"
+)
 
 
 @pytest.mark.parametrize(
     "size,loaded,rule",
     [
-        (2, [1.0] * 3, "layer.sinks: 3 heads do not divide among 2 tensor-parallel ranks"),
+        (
+            2,
+            [1.0] * 3,
+            "layer.sinks: 3 heads do not divide among 2 tensor-parallel ranks",
+        ),
         (1, [1.0] * 6, OTHER_MODEL.format(6)),
         (1, [1.0] * 2, OTHER_MODEL.format(2)),
         (1, [], OTHER_MODEL.format(0)),
-        (1, [[1.0] * 4], r"layer.sinks: a sink has one dimension, heads, but shape \(1, 4\) has 2"),
+        (
+            1,
+            [[1.0] * 4],
+            r"layer.sinks: a sink has one dimension, heads, but shape \(1, 4\) has 2",
+        ),
         (1, 1.0, r"layer.sinks: a sink has one dimension, heads, but shape \(\) has 0"),
     ],
 )
 @pytest.mark.parametrize("padding", [0, 4])
-def test_the_wrong_shape_is_refused_and_nothing_written(ranks, size, loaded, rule, padding) -> None:
+def test_the_wrong_shape_is_refused_and_nothing_written(
+    ranks, size, loaded, rule, padding
+) -> None:
     ranks(size)
     sink = new_sink(4, padded_heads=4 + padding, name="layer.sinks")
     with pytest.raises(ValueError, match=rule) as error:
@@ -107,7 +136,9 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("held", FLOATS)
 @pytest.mark.parametrize("sent", [*FLOATS, torch.float8_e4m3fn])
-def test_values_that_survive_the_cast_are_loaded(ranks, sent: torch.dtype, held: torch.dtype) -> None:
+def test_values_that_survive_the_cast_are_loaded(
+    ranks, sent: torch.dtype, held: torch.dtype
+) -> None:
     sink = new_sink(6, dtype=held)
     load(sink, 0.5, -3, 0, -0.0, 240, math.nan, dtype=sent)
     assert sink.tolist()[:5] == [0.5, -3, 0, 0, 240] and math.isnan(sink[5])
@@ -133,10 +164,15 @@ def test_infinity_survives_the_cast(ranks) -> None:
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_value_that_would_change_is_refused_by_every_rank(ranks, value, sent, held, rank) -> None:
+def test_a_value_that_would_change_is_refused_by_every_rank(
+    ranks, value, sent, held, rank
+) -> None:
     ranks(2, rank)
     sink = new_sink(2, dtype=held, name="layer.sinks")
-    with pytest.raises(ValueError, match=f"layer.sinks: 1 of 4 heads change when cast from {sent} to {held}") as error:
+    with pytest.raises(
+        ValueError,
+        match=f"layer.sinks: 1 of 4 heads change when cast from {sent} to {held}",
+    ) as error:
         load(sink, 1, value, 2, 2, dtype=sent)
     assert "\n" not in str(error.value)
     assert sink.tolist() == [-INF] * 2
@@ -144,7 +180,9 @@ def test_a_value_that_would_change_is_refused_by_every_rank(ranks, value, sent, 
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_a_meta_parameter_counts_what_it_would_take(ranks, padding: int) -> None:
-    """A layerwise reload runs the loader on meta to count, then once more on memory that nobody set."""
+    """A layerwise reload runs the loader on meta to count, then once more on memory
+    that nobody set.
+    """
     ranks(2, 1)
     layer = nn.Module()
     layer.sink = new_sink(2, padded_heads=2 + padding, name="layer.sink")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inventory finds every tensor that a model reaches, and updates leave each where it was."""
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The inventory finds every tensor that a model reaches, and updates leave each where
+it was.
+"""
 
 import functools
 import os
@@ -15,7 +18,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+)
 
 from vllm import LLM
 from vllm.config import VllmConfig
@@ -44,7 +53,9 @@ def closure(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def default(tensor: torch.Tensor) -> Callable[..., torch.Tensor]:
-    def function(x: torch.Tensor = tensor, *, y: torch.Tensor = tensor + 1) -> torch.Tensor:
+    def function(
+        x: torch.Tensor = tensor, *, y: torch.Tensor = tensor + 1
+    ) -> torch.Tensor:
         return x + y
 
     return function
@@ -56,7 +67,8 @@ def labelled(tensor: torch.Tensor) -> torch.nn.Parameter:
     return parameter
 
 
-#: Name of a module's attribute -> what it is, made from one tensor, and the paths at which that tensor is found.
+#: Name of a module's attribute -> what it is, made from one tensor, and the paths at
+#: which that tensor is found.
 HIDING_PLACES: dict[str, tuple[Callable[[torch.Tensor], object], list[str]]] = {
     "plain": (lambda t: t, ["plain"]),
     "listed": (lambda t: [None, (t,)], ["listed[1][0]"]),
@@ -64,7 +76,10 @@ HIDING_PLACES: dict[str, tuple[Callable[[torch.Tensor], object], list[str]]] = {
     "record": (Record, ["record.tensor"]),
     "slotted": (Slotted, ["slotted.tensor"]),
     "closure": (closure, ["closure.tensor"]),
-    "partial": (lambda t: functools.partial(print, t, end=t + 1), ["partial.args[0]", "partial.keywords['end']"]),
+    "partial": (
+        lambda t: functools.partial(print, t, end=t + 1),
+        ["partial.args[0]", "partial.keywords['end']"],
+    ),
     "bound": (lambda t: Slotted(t).method, ["bound.__self__.tensor"]),
     "default": (default, ["default.__defaults__[0]", "default.__kwdefaults__['y']"]),
     "labelled": (labelled, ["labelled.scale", "labelled"]),
@@ -79,7 +94,9 @@ def test_a_tensor_is_found_wherever_it_is_kept(name: str) -> None:
     setattr(model[0], name, make(torch.arange(3.0)))
     found = inventory(model)
     assert sorted(found) == sorted(f"0.{path}" for path in paths)
-    assert next(entry for path, entry in found.items() if path != "0.labelled").tensor[0] in (0, 1)
+    assert next(entry for path, entry in found.items() if path != "0.labelled").tensor[
+        0
+    ] in (0, 1)
 
 
 def test_a_weak_reference_and_a_cycle_are_followed_once() -> None:
@@ -106,8 +123,14 @@ def test_an_entry_says_what_it_is_and_where_it_lies() -> None:
         "0.packed": "opaque",
     }
     storage = found["0.derived"].storage
-    assert (storage.address, storage.shape, storage.stride) == (model[0].weight.data_ptr(), (2,), (2,))
-    assert found["0.packed"].storage is None and {entry.owner for entry in found.values()} == {"BatchNorm1d"}
+    assert (storage.address, storage.shape, storage.stride) == (
+        model[0].weight.data_ptr(),
+        (2,),
+        (2,),
+    )
+    assert found["0.packed"].storage is None and {
+        entry.owner for entry in found.values()
+    } == {"BatchNorm1d"}
 
 
 def test_settings_and_foreign_objects_are_not_entered() -> None:
@@ -127,17 +150,32 @@ def test_poison_leaves_buffers_and_caches_alone_and_nothing_else() -> None:
     addresses = {path: entry.storage for path, entry in inventory(model).items()}
     poison(model)
     after = inventory(model)
-    changed = {path for path, entry in after.items() if not torch.equal(entry.tensor, before[path])}
+    changed = {
+        path
+        for path, entry in after.items()
+        if not torch.equal(entry.tensor, before[path])
+    }
     assert changed == {"weight", "bias", "derived.tensor"}
     assert {path: entry.storage for path, entry in after.items()} == addresses
     assert torch.isfinite(model.weight).all() and model.derived.tensor.abs().max() <= 1
 
 
-SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt-oss": lambda: GptOssForCausalLM(
         GptOssConfig(
-            **SMALL, num_key_value_heads=2, head_dim=32, num_local_experts=4, num_experts_per_tok=2, pad_token_id=None
+            **SMALL,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            pad_token_id=None,
         )
     ),
     "deepseek-v2": lambda: DeepseekV2ForCausalLM(
@@ -156,13 +194,22 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 #: What no walk over parameters would tell from any other, or not see at all.
 KNOWN = {
     "gpt-oss": {"model.layers.1.attn.sinks", "model.layers.1.attn.attn.kv_cache"},
-    "deepseek-v2": {f"model.layers.1.self_attn.mla_attn.mla_attn.{name}" for name in ("W_UV", "W_UK_T", "kv_cache")},
+    "deepseek-v2": {
+        f"model.layers.1.self_attn.mla_attn.mla_attn.{name}"
+        for name in ("W_UV", "W_UK_T", "kv_cache")
+    },
 }
 
 
 @contextmanager
 def engine(checkpoint: Path) -> Iterator[LLM]:
-    llm = LLM(str(checkpoint), dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True, max_model_len=64)
+    llm = LLM(
+        str(checkpoint),
+        dtype="bfloat16",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=64,
+    )
     try:
         yield llm
     finally:
@@ -170,7 +217,10 @@ def engine(checkpoint: Path) -> Iterator[LLM]:
         cleanup_dist_env_and_memory()
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="the addresses of a GPU engine are checked with its graphs")
+@pytest.mark.skipif(
+    not current_platform.is_cpu(),
+    reason="the addresses of a GPU engine are checked with its graphs",
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_updates_leave_every_tensor_where_it_was(name: str, tmp_path: Path) -> None:
     if name == "deepseek-v2" and not hasattr(AttentionBackendEnum, "CPU_MLA"):
@@ -186,9 +236,21 @@ def test_ten_updates_leave_every_tensor_where_it_was(name: str, tmp_path: Path) 
         model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
         first = {path: entry.storage for path, entry in inventory(model).items()}
         assert set(first) >= KNOWN[name]
-        parameters = {path: e.tensor.clone() for path, e in inventory(model).items() if e.kind == "parameter"}
+        parameters = {
+            path: e.tensor.clone()
+            for path, e in inventory(model).items()
+            if e.kind == "parameter"
+        }
         for checkpoint in checkpoints[1:]:
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
-            assert {path: entry.storage for path, entry in inventory(model).items()} == first, checkpoint.name
+            llm.collective_rpc(
+                "reload_weights", kwargs={"weights_path": str(checkpoint)}
+            )
+            assert {
+                path: entry.storage for path, entry in inventory(model).items()
+            } == first, checkpoint.name
         now = inventory(model)
-        assert not [path for path, tensor in parameters.items() if torch.equal(tensor, now[path].tensor)]
+        assert not [
+            path
+            for path, tensor in parameters.items()
+            if torch.equal(tensor, now[path].tensor)
+        ]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded graph computes what the step computes, and reads memory as a captured CUDA graph does."""
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A recorded graph computes what the step computes, and reads memory as a captured CUDA
+graph does.
+"""
 
 import os
 from collections.abc import Callable
@@ -16,7 +19,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm import _custom_ops as ops
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.model_executor.model_loader.reload.recorded_graph import GraphedForward, GraphError, checkpoint_layout, record
+from vllm.model_executor.model_loader.reload.recorded_graph import (
+    GraphedForward,
+    GraphError,
+    checkpoint_layout,
+    record,
+)
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -24,15 +32,21 @@ WIDTH = 32
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
+        torch.bfloat16
+    )
 
 
 class Attention(torch.nn.Module):
-    """One head over a cache, with what a step is made of: views, slices, in-place writes, casts, a derived tensor."""
+    """One head over a cache, with what a step is made of: views, slices, in-place
+    writes, casts, a derived tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.project = torch.nn.Parameter(draw(1, 3 * WIDTH, WIDTH), requires_grad=False)
+        self.project = torch.nn.Parameter(
+            draw(1, 3 * WIDTH, WIDTH), requires_grad=False
+        )
         self.derived = draw(2, WIDTH, WIDTH)
         self.cache = torch.zeros(2, 16, WIDTH, dtype=torch.bfloat16)
 
@@ -58,7 +72,9 @@ def model() -> Attention:
 
 @pytest.fixture
 def recorded(model: Attention) -> Callable[..., torch.Tensor]:
-    """A graph of one step of `model`, called with fresh inputs; it leaves the model's cache empty."""
+    """A graph of one step of `model`, called with fresh inputs; it leaves the model's
+    cache empty.
+    """
     x, position = draw(3, 1, WIDTH), slot(0)
     graph = record(lambda: model(x, position))
     model.cache.zero_()
@@ -81,7 +97,9 @@ def test_replays_with_fresh_inputs_equal_eager_steps_and_write_the_same_cache(
         assert torch.equal(model.cache, eager.cache)
 
 
-def test_a_cache_that_others_write_is_read_as_it_is(model: Attention, recorded: Callable[..., torch.Tensor]) -> None:
+def test_a_cache_that_others_write_is_read_as_it_is(
+    model: Attention, recorded: Callable[..., torch.Tensor]
+) -> None:
     eager = Attention()
     for each in (model, eager):
         each.cache.copy_(draw(5, 2, 16, WIDTH))
@@ -90,7 +108,9 @@ def test_a_cache_that_others_write_is_read_as_it_is(model: Attention, recorded: 
 
 
 @pytest.mark.parametrize("name", ["project", "derived"])
-def test_a_tensor_written_in_place_is_seen(model: Attention, recorded: Callable[..., torch.Tensor], name: str) -> None:
+def test_a_tensor_written_in_place_is_seen(
+    model: Attention, recorded: Callable[..., torch.Tensor], name: str
+) -> None:
     x = draw(6, 1, WIDTH)
     before = recorded(x, 2)
     getattr(model, name).mul_(2)
@@ -114,7 +134,9 @@ def bind_data(model: Attention) -> None:
 
 @pytest.mark.parametrize("bind", [bind_attribute, bind_parameter, bind_data])
 def test_a_tensor_bound_anew_is_not_seen(
-    model: Attention, recorded: Callable[..., torch.Tensor], bind: Callable[[Attention], None]
+    model: Attention,
+    recorded: Callable[..., torch.Tensor],
+    bind: Callable[[Attention], None],
 ) -> None:
     x = draw(6, 1, WIDTH)
     before = recorded(x, 2)
@@ -127,7 +149,10 @@ def test_what_a_graph_reads_is_what_it_did_not_make(model: Attention) -> None:
     x, position = draw(3, 1, WIDTH), slot(0)
     graph = record(lambda: model(x, position))
     held = {tensor.data_ptr() for tensor in graph.reads}
-    assert held == {tensor.data_ptr() for tensor in (x, position, model.project, model.derived, model.cache)}
+    assert held == {
+        tensor.data_ptr()
+        for tensor in (x, position, model.project, model.derived, model.cache)
+    }
 
 
 @pytest.mark.parametrize(
@@ -145,7 +170,9 @@ def test_an_output_shape_that_depends_on_data_is_refused_by_name(
     step: Callable[[torch.Tensor], torch.Tensor], operator: str
 ) -> None:
     x = torch.tensor([1.0, -2.0, 3.0])
-    with pytest.raises(GraphError, match=f"^{operator}.* its output shape depends on data$"):
+    with pytest.raises(
+        GraphError, match=f"^{operator}.* its output shape depends on data$"
+    ):
         record(lambda: step(x))
 
 
@@ -156,8 +183,13 @@ def test_indices_that_are_numbers_are_recorded() -> None:
     assert graph.replay().tolist() == [1.0, 6.0]
 
 
-@pytest.mark.parametrize("read", [lambda x: x[0].item() > 0, lambda x: bool(x[0] > 0), lambda x: x.tolist()[0] > 0])
-def test_a_branch_that_the_host_took_guards_the_replay(read: Callable[[torch.Tensor], bool]) -> None:
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x[0].item() > 0, lambda x: bool(x[0] > 0), lambda x: x.tolist()[0] > 0],
+)
+def test_a_branch_that_the_host_took_guards_the_replay(
+    read: Callable[[torch.Tensor], bool],
+) -> None:
     x, y = torch.tensor([1.0, 2.0]), torch.tensor([5.0])
     graph = record(lambda: y * 2 if read(x) else y * 3)
     y.fill_(7.0)
@@ -174,11 +206,13 @@ def scaled(x: torch.Tensor, layer: str) -> torch.Tensor:
     return x * WEIGHTS[layer]
 
 
-direct_register_custom_op("recorded_graph_scaled", scaled, fake_impl=lambda x, layer: torch.empty_like(x))
+direct_register_custom_op(
+    "recorded_graph_scaled", scaled, fake_impl=lambda x, layer: torch.empty_like(x)
+)
 
 
 def test_an_operator_written_in_python_is_looked_into() -> None:
-    """As attention is: it finds its layer by name, and would find a tensor bound anew."""
+    """As attention is: it finds its layer by name, so a tensor bound anew as well."""
     x, held = torch.tensor([3.0]), WEIGHTS["layer"]
     graph = record(lambda: torch.ops.vllm.recorded_graph_scaled(x, "layer") + 1)
     held.fill_(4.0)
@@ -188,7 +222,9 @@ def test_an_operator_written_in_python_is_looked_into() -> None:
     WEIGHTS["layer"] = held.fill_(2.0)
 
 
-def test_an_operator_that_writes_to_an_argument_without_saying_so_is_run_again() -> None:
+def test_an_operator_that_writes_to_an_argument_without_saying_so_is_run_again() -> (
+    None
+):
     """As vLLM's native attention does: its schema marks no argument as written."""
     library = torch.library.Library("recorded_graph_test", "DEF")
     library.define("double_into(Tensor x, Tensor out) -> ()")
@@ -215,9 +251,13 @@ def test_an_opaque_layout_is_refused() -> None:
         record(lambda: torch.sparse.mm(x, torch.ones(3, 1)))
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="oneDNN's handles are a CPU matter")
+@pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="oneDNN's handles are a CPU matter"
+)
 def test_a_native_handle_is_refused() -> None:
-    """An update packs anew and frees the handle; a replay over it would read freed memory."""
+    """An update packs anew and frees the handle; a replay over it would read freed
+    memory.
+    """
     handle = ops.create_onednn_mm(draw(1, WIDTH, WIDTH).float())
     x = draw(2, 1, WIDTH).float()
     with pytest.raises(GraphError, match=r"^_C\.onednn_mm.* native object"):
@@ -240,16 +280,30 @@ def test_an_engine_decodes_by_replay_as_it_does_eagerly(tmp_path: Path) -> None:
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     with checkpoint_layout():
         llm = LLM(
-            str(tmp_path), enforce_eager=True, skip_tokenizer_init=True, max_model_len=64, enable_prefix_caching=False
+            str(tmp_path),
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_model_len=64,
+            enable_prefix_caching=False,
         )
     try:
         model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
         graphed = model.forward = GraphedForward(model.forward)
 
         def answer(prompt: list[int]) -> tuple[list[int], list[dict[int, float]]]:
-            sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=5, ignore_eos=True, detokenize=False)
-            output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
-            return list(output.token_ids), [{t: p.logprob for t, p in row.items()} for row in output.logprobs]
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=6,
+                logprobs=5,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            output = llm.generate(
+                [{"prompt_token_ids": prompt}], sampling, use_tqdm=False
+            )[0].outputs[0]
+            return list(output.token_ids), [
+                {t: p.logprob for t, p in row.items()} for row in output.logprobs
+            ]
 
         prompts = [[1, 2, 3, 4], [9, 8, 7, 6]]
         graphed.replaying = False

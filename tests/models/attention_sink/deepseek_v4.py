@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek V4 and V4.1 and their drafters on every platform, each with the heads its kernel wants and with others.
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""DeepSeek V4 and V4.1 and their drafters on every platform, each with the heads its
+kernel wants and with others.
 
-They are built on a CPU, where nothing runs their kernels. What each platform asks its hardware at construction is
-answered by a stand-in, which `HARDWARE` names.
+They are built on a CPU, where nothing runs their kernels. What each platform asks its
+hardware at construction is answered by a stand-in, which `HARDWARE` names.
 """
 
 import importlib
@@ -85,11 +87,17 @@ def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def amd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that tells its name, and no kernel library: a second one would end the process."""
+    """A GPU that tells its name, and no kernel library: a second one would end the
+    process.
+    """
     cpu(monkeypatch)
     with monkeypatch.context() as at_import:
         at_import.setitem(sys.modules, "vllm._C", None)
-        at_import.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx950"))
+        at_import.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(gcnArchName="gfx950"),
+        )
         import vllm.platforms.rocm  # noqa: F401
 
 
@@ -99,13 +107,19 @@ def dspark_runner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel_of(module: str, heads: int) -> Prepare:
-    """A kernel that wants `heads` heads at least, for every attention layer of the family of `module`."""
+    """A kernel that wants `heads` heads at least, for every attention layer of the
+    family of `module`.
+    """
 
     def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module(module)
         family = importlib.import_module(f"{module.rsplit('.', 2)[0]}.attention")
         for attention in family.DeepseekV4Attention.__subclasses__():
-            monkeypatch.setattr(attention, "get_padded_num_q_heads", classmethod(lambda cls, here: max(here, heads)))
+            monkeypatch.setattr(
+                attention,
+                "get_padded_num_q_heads",
+                classmethod(lambda cls, here: max(here, heads)),
+            )
 
     return prepare
 
@@ -121,7 +135,8 @@ def together(*steps: Prepare) -> Prepare:
 HARDWARE = {"cpu": cpu, "xpu": xpu, "amd": amd, "nvidia": nvidia}
 #: How many heads the kernel of each platform wants at least.
 KERNEL_HEADS = {"cpu": 0, "xpu": 0, "amd": 0, "nvidia": 64}
-#: What some models fold at the end of every load: a layer's own weights, which have to be there by then.
+#: What some models fold at the end of every load: a layer's own weights, which have to
+#: be there by then.
 FOLDED = {
     f"layers.0.hc_{part}_{name}": shape
     for part in ("attn", "ffn")
@@ -130,11 +145,15 @@ FOLDED = {
 
 
 def rows(name: str, platform: str, module: str, **other: Any) -> dict[str, Row]:
-    """A model with its own kernel, and with one that pads where its own does not or does not where its own does."""
+    """A model with its own kernel, and with one that pads where its own does not or
+    does not where its own does.
+    """
     row = Row(
         module=f"vllm.models.{other['config']['model_type']}.{platform}.{module}",
         kernel_heads=KERNEL_HEADS[platform],
-        prepare=together(HARDWARE[platform], dspark_runner) if module == "dspark" else HARDWARE[platform],
+        prepare=together(HARDWARE[platform], dspark_runner)
+        if module == "dspark"
+        else HARDWARE[platform],
         # Before 0.31 the kernels' cache has to be asked for by name.
         engine={"kv_cache_dtype": "fp8"},
         **other,
@@ -143,7 +162,9 @@ def rows(name: str, platform: str, module: str, **other: Any) -> dict[str, Row]:
     changed = together(row.prepare, kernel_of(row.module, heads))
     return {
         f"{name}-{platform}": row,
-        f"{name}-{platform}-{padded}": replace(row, kernel_heads=heads, prepare=changed),
+        f"{name}-{platform}-{padded}": replace(
+            row, kernel_heads=heads, prepare=changed
+        ),
     }
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Granite with sliding windows, dense and with experts."""
 
 from tests.models.attention_sink.harness import TINY, Row
@@ -20,5 +21,7 @@ NAMES = ("model.layers.{}.self_attn.sinks",) * 2
 
 ROWS = {
     "granite-swa": Row(GRANITE, *NAMES, "vllm.model_executor.models.granite"),
-    "granite-moe-swa": Row(EXPERTS, *NAMES, "vllm.model_executor.models.granitemoeshared"),
+    "granite-moe-swa": Row(
+        EXPERTS, *NAMES, "vllm.model_executor.models.granitemoeshared"
+    ),
 }

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the models that have attention sinks at tiny dimensions, and loads them as a server and a trainer do."""
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Builds the models that have attention sinks at tiny dimensions, and loads them as a
+server and a trainer do.
+"""
 
 import functools
 import importlib
@@ -25,7 +28,10 @@ from vllm.distributed import (
 )
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models import registry
@@ -66,12 +72,16 @@ def one_process() -> Iterator[None]:
 
 
 def stand_for(size: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tell the tensor-parallel group of the one process that it is rank `rank` of `size`."""
+    """Tell the tensor-parallel group of the one process that it is rank `rank` of
+    `size`.
+    """
     monkeypatch.setattr(get_tp_group(), "world_size", size)
     monkeypatch.setattr(get_tp_group(), "rank_in_group", rank)
 
 
-def layerwise(model: nn.Module, config: VllmConfig, load: Callable[[], Loaded]) -> Loaded:
+def layerwise(
+    model: nn.Module, config: VllmConfig, load: Callable[[], Loaded]
+) -> Loaded:
     """What `load` returns in the middle of the base's layerwise reload."""
     with set_current_vllm_config(config):
         initialize_layerwise_reload(model)
@@ -88,17 +98,20 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 class Row:
     """One model that has sinks.
 
-    `config` is its config.json; `weight` and `parameter` are what a sink is called in the checkpoint and in vLLM, with
-    `{}` for the layer, and `called` is what errors call the first one where that is not its parameter; `layers` are the
-    layers that have one. The kernel wants `dtype` (None: it does not read the sink) and at least `kernel_heads`. `also`
-    are weights, by shape, that the checkpoint has besides, where `load_weights` itself reads them. `module` is the vLLM
-    module that a base must have to have the model, `model` its class where it is not the one that vLLM picks for the
-    config on a CPU, `prepare`
-    what stands in for hardware. `stages` are the pipeline stages, of two with one layer each, that can be built;
-    `unstaged` says why the others cannot. `engine` are further arguments of the engine.
+    `config` is its config.json; `weight` and `parameter` are what a sink is called in
+    the checkpoint and in vLLM, with `{}` for the layer, and `called` is what errors
+    call the first one where that is not its parameter; `layers` are the layers that
+    have one. The kernel wants `dtype` (None: it does not read the sink) and at least
+    `kernel_heads`. `also` are weights, by shape, that the checkpoint has besides, where
+    `load_weights` itself reads them. `module` is the vLLM module that a base must have
+    to have the model, `model` its class where it is not the one that vLLM picks for the
+    config on a CPU, `prepare` what stands in for hardware. `stages` are the pipeline
+    stages, of two with one layer each, that can be built; `unstaged` says why the
+    others cannot. `engine` are further arguments of the engine.
 
-    A drafter's `config` is its target's, and `draft` the engine's speculative config, in which `model` is the drafter's
-    own config.json where it has one. `silent` says that its `load_weights` tells nobody what it loaded.
+    A drafter's `config` is its target's, and `draft` the engine's speculative config,
+    in which `model` is the drafter's own config.json where it has one. `silent` says
+    that its `load_weights` tells nobody what it loaded.
     """
 
     config: dict[str, Any] = field(repr=False)
@@ -122,14 +135,22 @@ class Row:
         """Whether this base has the model, with sinks."""
         try:
             known = registry.ModelRegistry.get_supported_archs()
-            return find_spec(self.module) is not None and self.config["architectures"][0] in known
+            return (
+                find_spec(self.module) is not None
+                and self.config["architectures"][0] in known
+            )
         except ModuleNotFoundError:
             return False
 
-    def configure(self, folder: Path, monkeypatch: pytest.MonkeyPatch, size: int = 1) -> VllmConfig:
-        """What the engine makes of the row's configs, written below `folder`, for `size` tensor-parallel ranks."""
+    def configure(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, size: int = 1
+    ) -> VllmConfig:
+        """What the engine makes of the row's configs, written below `folder`, for
+        `size` tensor-parallel ranks.
+        """
         self.prepare(monkeypatch)
-        # vLLM asks each class what it can do in a process of its own, which takes seconds and is prepared for nothing.
+        # vLLM asks each class what it can do in a process of its own, which takes
+        # seconds and is prepared for nothing.
         monkeypatch.setattr(registry, "_run_in_subprocess", lambda ask: ask())
         draft = dict(self.draft)
         if "model" in draft:
@@ -151,35 +172,58 @@ class Row:
         # The base remembers by id(model) what a stage lacks, and ids come again.
         _model_to_pp_missing_layer_names.clear()
         config.compilation_config.static_forward_context.clear()
-        chosen = getattr(importlib.import_module(self.module), self.model) if self.model else None
+        chosen = (
+            getattr(importlib.import_module(self.module), self.model)
+            if self.model
+            else None
+        )
         drafter = config.speculative_config.draft_model_config if self.draft else None
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-            return initialize_model(vllm_config=config, model_class=chosen, model_config=drafter)
+            return initialize_model(
+                vllm_config=config, model_class=chosen, model_config=drafter
+            )
 
     def checkpoint(
         self, version: int, heads: int = HEADS, dtype: torch.dtype = torch.bfloat16
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The sinks of a checkpoint; each version, layer and head has a value of its own, exact in any dtype."""
+        """The sinks of a checkpoint; each version, layer and head has a value of its
+        own, exact in any dtype.
+        """
         for place, layer in enumerate(self.layers):
-            yield self.weight.format(layer), torch.arange(heads).to(dtype) + 16 * version + 4 * place
+            yield (
+                self.weight.format(layer),
+                torch.arange(heads).to(dtype) + 16 * version + 4 * place,
+            )
         for name, shape in self.also.items():
             yield name, torch.ones(shape, dtype=dtype)
 
     def sinks(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The sink parameters that this stage of the model has."""
         names = [self.parameter.format(layer) for layer in self.layers]
-        return {name: parameter for name, parameter in model.named_parameters() if name in names}
+        return {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if name in names
+        }
 
-    def check(self, model: nn.Module, version: int, size: int = 1, rank: int = 0) -> None:
+    def check(
+        self, model: nn.Module, version: int, size: int = 1, rank: int = 0
+    ) -> None:
         """Every head of this rank has its value, and every padded head is -inf."""
         here = HEADS // size
         sinks = islice(self.checkpoint(version), len(self.layers))
-        for (name, parameter), (_, whole) in zip(self.sinks(model).items(), sinks, strict=True):
+        for (name, parameter), (_, whole) in zip(
+            self.sinks(model).items(), sinks, strict=True
+        ):
             dtype = self.dtype or parameter.dtype
             mine = whole[rank * here : (rank + 1) * here].to(dtype)
-            padding = torch.full((max(0, self.kernel_heads - here),), float("-inf"), dtype=dtype)
+            padding = torch.full(
+                (max(0, self.kernel_heads - here),), float("-inf"), dtype=dtype
+            )
             assert parameter.dtype == dtype, f"{name}: {parameter.dtype}, not {dtype}"
-            assert torch.equal(parameter.data, torch.cat([mine, padding])), f"{name}: {parameter.data}, not {mine}"
+            assert torch.equal(parameter.data, torch.cat([mine, padding])), (
+                f"{name}: {parameter.data}, not {mine}"
+            )
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
@@ -190,7 +234,8 @@ class Row:
             loader = getattr(parameter, "weight_loader", default_weight_loader)
             handed[name] = []
 
-            # `wraps` keeps the name and the chain by which a layerwise reload finds the loader under its own.
+            # `wraps` keeps the name and the chain by which a layerwise reload finds the
+            # loader under its own.
             @functools.wraps(loader)
             def watching(param: torch.Tensor, loaded_weight: torch.Tensor) -> object:
                 handed[name].append(loaded_weight)
@@ -202,24 +247,41 @@ class Row:
             watch(name, parameter)
         yield handed
 
-    def load(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        """A load that hands every sink over once, as the checkpoint has it; the sinks that it reports."""
+    def load(
+        self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]
+    ) -> set[str]:
+        """A load that hands every sink over once, as the checkpoint has it; the sinks
+        that it reports.
+        """
         sent = list(weights)
         with self.watched(model) as handed:
             loaded = model.load_weights(iter(sent))
         for name, tensors in handed.items():
-            assert len(tensors) == 1 and any(tensors[0] is tensor for _, tensor in sent), f"{name}: {tensors}"
+            assert len(tensors) == 1 and any(
+                tensors[0] is tensor for _, tensor in sent
+            ), f"{name}: {tensors}"
         assert (loaded is None) == self.silent
         if loaded is None:
             return set(handed)
-        return {name for name in loaded if name.endswith(self.weight.rpartition(".")[2])}
+        return {
+            name for name in loaded if name.endswith(self.weight.rpartition(".")[2])
+        }
 
-    def reload(self, model: nn.Module, config: VllmConfig, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+    def reload(
+        self,
+        model: nn.Module,
+        config: VllmConfig,
+        weights: Iterator[tuple[str, torch.Tensor]],
+    ) -> set[str]:
         """The same in a layerwise reload."""
         return layerwise(model, config, lambda: self.load(model, weights))
 
-    def check_every_load(self, model: nn.Module, config: VllmConfig, size: int, rank: int) -> None:
-        """A cold load and two reloads report every sink, set the heads of this rank, and move nothing."""
+    def check_every_load(
+        self, model: nn.Module, config: VllmConfig, size: int, rank: int
+    ) -> None:
+        """A cold load and two reloads report every sink, set the heads of this rank,
+        and move nothing.
+        """
         made = self.sinks(model)
         addresses = {name: parameter.data_ptr() for name, parameter in made.items()}
         assert self.load(model, self.checkpoint(1)) == set(made)
@@ -227,7 +289,10 @@ class Row:
         for version in (2, 3):
             assert self.reload(model, config, self.checkpoint(version)) == set(made)
             self.check(model, version, size, rank)
-            assert {name: parameter.data_ptr() for name, parameter in self.sinks(model).items()} == addresses
+            assert {
+                name: parameter.data_ptr()
+                for name, parameter in self.sinks(model).items()
+            } == addresses
 
 
 def _written(folder: Path, config: dict[str, Any]) -> str:

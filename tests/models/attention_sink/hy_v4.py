@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HY-V4 on NVIDIA and ROCm and its drafter, with the sparse attention that reads the sink, and without it."""
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""HY-V4 on NVIDIA and ROCm and its drafter, with the sparse attention that reads the
+sink, and without it.
+"""
 
 from typing import Any
 
@@ -32,12 +35,21 @@ MODULE = "vllm.models.hy_v4.nvidia"
 
 
 def sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU refuses sparse MLA: it gets HY-V4's own backend, which asks at once for an accelerator's workspace."""
+    """A CPU refuses sparse MLA: it gets HY-V4's own backend, which asks at once for an
+    accelerator's workspace.
+    """
     from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
+    from vllm.v1.worker.workspace import (
+        init_workspace_manager,
+        is_workspace_manager_initialized,
+    )
 
     backend = "vllm.models.hy_v4.nvidia.flashmla_sparse.HYV4FlashMLASparseBackend"
-    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", classmethod(lambda cls, *args, **kwargs: backend))
+    monkeypatch.setattr(
+        CpuPlatform,
+        "get_attn_backend_cls",
+        classmethod(lambda cls, *args, **kwargs: backend),
+    )
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     if not is_workspace_manager_initialized():
         init_workspace_manager(torch.device("cpu"))
@@ -48,10 +60,19 @@ SPARSE: dict[str, Any] = {"dtype": torch.float32, "prepare": sparse_attention}
 ROWS = {
     "hy-v4": Row(HY_V4, *NAMES, f"{MODULE}.model", "HYV4ForCausalLM", **SPARSE),
     "hy-v4-amd": Row(
-        HY_V4, *NAMES, "vllm.models.hy_v4.amd.model", "HYV4ForCausalLM", dtype=torch.float32, prepare=sparse_attention
+        HY_V4,
+        *NAMES,
+        "vllm.models.hy_v4.amd.model",
+        "HYV4ForCausalLM",
+        dtype=torch.float32,
+        prepare=sparse_attention,
     ),
     "hy-v4-dense": Row(
-        HY_V4 | {"layer_types": ["full_attention"] * 2}, *NAMES, f"{MODULE}.model", "HYV4ForCausalLM", dtype=None
+        HY_V4 | {"layer_types": ["full_attention"] * 2},
+        *NAMES,
+        f"{MODULE}.model",
+        "HYV4ForCausalLM",
+        dtype=None,
     ),
     "hy-v4-mtp": Row(
         HY_V4,

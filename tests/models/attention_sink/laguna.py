@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Laguna and its DFlash drafter."""
 
 from tests.models.attention_sink.harness import HEADS, TINY, Row
@@ -24,7 +25,11 @@ DRAFTER = LAGUNA | {
 }
 
 ROWS = {
-    "laguna": Row(LAGUNA, *["model.layers.{}.self_attn.sink"] * 2, "vllm.model_executor.models.laguna"),
+    "laguna": Row(
+        LAGUNA,
+        *["model.layers.{}.self_attn.sink"] * 2,
+        "vllm.model_executor.models.laguna",
+    ),
     "laguna-dflash": Row(
         LAGUNA,
         "layers.{}.self_attn.sink",

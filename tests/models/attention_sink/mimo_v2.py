@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """MiMo-V2, with and without a vision tower, and the drafter of each."""
 
 import sys
@@ -49,11 +50,15 @@ MODULE = "vllm.model_executor.models.mimo_v2"
 
 
 def images_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processor that Omni names at import reads images with torchvision, which a CPU installation may lack."""
+    """The processor that Omni names at import reads images with torchvision, which a
+    CPU installation may lack.
+    """
     if "torchvision" in sys.modules or find_spec("torchvision"):
         return
     for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
-        monkeypatch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
+        monkeypatch.setitem(
+            sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}")
+        )
 
 
 def drafter(config: dict[str, object], **other: object) -> Row:
@@ -73,6 +78,8 @@ def drafter(config: dict[str, object], **other: object) -> Row:
 ROWS = {
     "mimo-v2": Row(MIMO_V2, SINK, SINK, MODULE),
     "mimo-v2-mtp": drafter(MIMO_V2),
-    "mimo-v2-omni": Row(OMNI, SINK, f"language_model.{SINK}", f"{MODULE}_omni", prepare=images_unread),
+    "mimo-v2-omni": Row(
+        OMNI, SINK, f"language_model.{SINK}", f"{MODULE}_omni", prepare=images_unread
+    ),
     "mimo-v2-omni-mtp": drafter(OMNI, prepare=images_unread),
 }

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The DFlash drafter of Qwen3."""
 
 from tests.models.attention_sink.harness import TINY, Row
@@ -9,7 +10,11 @@ DRAFTER = QWEN3 | {
     "layer_types": ["sliding_attention"] * 2,
     "sliding_window": 16,
     "use_sliding_window": True,
-    "dflash_config": {"attention_sink_bias": True, "mask_token_id": 5, "target_layer_ids": [0, 1]},
+    "dflash_config": {
+        "attention_sink_bias": True,
+        "mask_token_id": 5,
+        "target_layer_ids": [0, 1],
+    },
 }
 
 ROWS = {

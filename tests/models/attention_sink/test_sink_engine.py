@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running GPT-OSS engine whose update changes the sinks and nothing else answers as a fresh engine does."""
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A running GPT-OSS engine whose update changes the sinks and nothing else answers as a
+fresh engine does.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,12 +81,20 @@ def engine(checkpoint: Path, ranks: int) -> Iterator[LLM]:
 def generate(llm: LLM) -> list[tuple[list[int], list[dict[int, float]]]]:
     """Greedy tokens and their top log-probabilities for four seeded prompts."""
     rng = torch.Generator().manual_seed(4)
-    prompts = [{"prompt_token_ids": torch.randint(VOCABULARY, (n,), generator=rng).tolist()} for n in PROMPT_LENGTHS]
-    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True, detokenize=False)
+    prompts = [
+        {"prompt_token_ids": torch.randint(VOCABULARY, (n,), generator=rng).tolist()}
+        for n in PROMPT_LENGTHS
+    ]
+    sampling = SamplingParams(
+        temperature=0, max_tokens=8, logprobs=5, ignore_eos=True, detokenize=False
+    )
     return [
         (
             list(request.outputs[0].token_ids),
-            [{token: entry.logprob for token, entry in step.items()} for step in request.outputs[0].logprobs],
+            [
+                {token: entry.logprob for token, entry in step.items()}
+                for step in request.outputs[0].logprobs
+            ],
         )
         for request in llm.generate(prompts, sampling, use_tqdm=False)
     ]
@@ -93,9 +104,12 @@ def generate(llm: LLM) -> list[tuple[list[int], list[dict[int, float]]]]:
 def test_new_sinks_reach_a_running_engine(
     checkpoints: tuple[Path, Path], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # fewer processes to start
+    monkeypatch.setenv(
+        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+    )  # fewer processes to start
     if current_platform.is_cpu():
-        # Ranks share cores and memory, however few; by default each rank takes most of the memory.
+        # Ranks share cores and memory, however few; by default each rank takes most of
+        # the memory.
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     a, b = checkpoints

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks in two processes over gloo: of one model a family, each rank loads, reloads twice and finds its own heads.
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Sinks in two processes over gloo: of one model a family, each rank loads, reloads
+twice and finds its own heads.
 
-Nothing tells a group its size or rank here; what stands in for hardware is what each row's `prepare` names.
+Nothing tells a group its size or rank here; what stands in for hardware is what each
+row's `prepare` names.
 """
 
 import json
@@ -26,11 +29,18 @@ PATIENCE = 600.0
 
 
 def load_each_family(rank: int, folder: Path) -> None:
-    """What the process of `rank` does: writes how each family went, which is nothing where it went well."""
+    """What the process of `rank` does: writes how each family went, which is nothing
+    where it went well.
+    """
     with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(RANKS, rank, f"file://{folder}/rendezvous", rank, "gloo")
+        init_distributed_environment(
+            RANKS, rank, f"file://{folder}/rendezvous", rank, "gloo"
+        )
         ensure_model_parallel_initialized(RANKS, 1)
-    assert (get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()) == (RANKS, rank)
+    assert (
+        get_tensor_model_parallel_world_size(),
+        get_tensor_model_parallel_rank(),
+    ) == (RANKS, rank)
     went = {}
     for family in FAMILIES:
         try:
@@ -55,19 +65,25 @@ def load(family: str, rank: int, folder: Path) -> None:
 def went(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """How each family went on each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    processes = torch.multiprocessing.spawn(load_each_family, (folder,), nprocs=RANKS, join=False)
+    processes = torch.multiprocessing.spawn(
+        load_each_family, (folder,), nprocs=RANKS, join=False
+    )
     end = time.monotonic() + PATIENCE
     while not processes.join(max(0, end - time.monotonic())):
         if time.monotonic() > end:
             for process in processes.processes:
                 process.kill()
             pytest.fail(f"the ranks did not end within {PATIENCE:.0f} s")
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+    return [
+        json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)
+    ]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_rank_has_its_own_heads_after_every_load(went: list[dict[str, str]], family: str, rank: int) -> None:
+def test_each_rank_has_its_own_heads_after_every_load(
+    went: list[dict[str, str]], family: str, rank: int
+) -> None:
     if not any(row.is_in_base() for row in FAMILIES[family].values()):
         pytest.skip(f"this base has no {family}")
     assert not went[rank][family], went[rank][family]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention sinks that the CPU kernel cannot read as they are follow every weight update, eager and replayed."""
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Attention sinks that the CPU kernel cannot read as they are follow every weight
+update, eager and replayed.
+"""
 
 import os
 from collections.abc import Iterator
@@ -17,10 +20,15 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.model_executor.model_loader.reload.recorded_graph import GraphedForward, checkpoint_layout
+from vllm.model_executor.model_loader.reload.recorded_graph import (
+    GraphedForward,
+    checkpoint_layout,
+)
 from vllm.platforms import current_platform
 
-pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU attention backend")
+pytestmark = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="the CPU attention backend"
+)
 
 HEADS = 4
 
@@ -50,10 +58,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         model.save_pretrained(path)
         tensors = load_file(path / "model.safetensors")
         sinks = {
-            name: torch.tensor([-2.0, -0.5, 1.0, 3.0]).half() + shift for name in tensors if name.endswith("sinks")
+            name: torch.tensor([-2.0, -0.5, 1.0, 3.0]).half() + shift
+            for name in tensors
+            if name.endswith("sinks")
         }
         assert len(sinks) == 2
-        save_file(tensors | sinks, path / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            tensors | sinks, path / "model.safetensors", metadata={"format": "pt"}
+        )
     return paths
 
 
@@ -80,9 +92,15 @@ Answer = tuple[list[int], list[dict[int, float]]]
 
 
 def answer(llm: LLM) -> Answer:
-    sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=5, ignore_eos=True, detokenize=False)
-    output = llm.generate([{"prompt_token_ids": [5, 3, 8, 1, 9]}], sampling, use_tqdm=False)[0].outputs[0]
-    return list(output.token_ids), [{t: p.logprob for t, p in row.items()} for row in output.logprobs]
+    sampling = SamplingParams(
+        temperature=0, max_tokens=6, logprobs=5, ignore_eos=True, detokenize=False
+    )
+    output = llm.generate(
+        [{"prompt_token_ids": [5, 3, 8, 1, 9]}], sampling, use_tqdm=False
+    )[0].outputs[0]
+    return list(output.token_ids), [
+        {t: p.logprob for t, p in row.items()} for row in output.logprobs
+    ]
 
 
 def graphed(llm: LLM) -> GraphedForward:
@@ -102,6 +120,8 @@ def test_sinks_follow_updates(checkpoints: tuple[Path, Path], dtype: str) -> Non
         first = answer(warm)
         assert first != want and graphs.graphs, "the sinks must matter"
         for checkpoint, expected in ((b, want), (a, first), (b, want)):
-            warm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+            warm.collective_rpc(
+                "reload_weights", kwargs={"weights_path": str(checkpoint)}
+            )
             for graphs.replaying in (True, False):
                 assert answer(warm) == expected, f"replayed: {graphs.replaying}"

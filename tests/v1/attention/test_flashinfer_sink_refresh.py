@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fp32 sinks of the FlashInfer backend follow their parameter through every weight update, in place.
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The fp32 sinks of the FlashInfer backend follow their parameter through every weight
+update, in place.
 
-FlashInfer reads attention sinks as fp32. The real backend class is used; flashinfer-python imports without a GPU.
+FlashInfer reads attention sinks as fp32. The real backend class is used;
+flashinfer-python imports without a GPU.
 """
 
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-os.environ.setdefault("VLLM_HAS_FLASHINFER_CUBIN", "1")  # else vLLM asks a server for kernels that only a GPU runs
+os.environ.setdefault(
+    "VLLM_HAS_FLASHINFER_CUBIN", "1"
+)  # else vLLM asks a server for kernels that only a GPU runs
 
 import pytest
 import torch
@@ -29,7 +34,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A default configuration, and stand-ins for a counter buffer on the GPU that some releases allocate at the start.
+    """A default configuration, and stand-ins for a counter buffer on the GPU that some
+    releases allocate at the start.
 
     No sink passes through that buffer.
     """
@@ -117,13 +123,21 @@ def test_a_layer_without_sinks_stays_without() -> None:
 
 
 class SinkBlock(torch.nn.Module):
-    """What a model with sinks is to the reload: a parameter, and an attention layer that was given it."""
+    """What a model with sinks is to the reload: a parameter, and an attention layer
+    that was given it.
+    """
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         self.sinks = parameter(dtype)
         self.attn = Attention(
-            HEADS, 64, 0.125, num_kv_heads=2, prefix="attn", attn_backend=FlashInferBackend, sinks=self.sinks
+            HEADS,
+            64,
+            0.125,
+            num_kv_heads=2,
+            prefix="attn",
+            attn_backend=FlashInferBackend,
+            sinks=self.sinks,
         )
 
 
@@ -137,7 +151,11 @@ def test_layerwise_reload_refreshes_the_sinks_in_place(dtype: torch.dtype) -> No
     for update in (1, 2, 3):
         initialize_layerwise_reload(block)
         block.sinks.weight_loader(block.sinks, draw(update, dtype))
-        finalize_layerwise_reload(block, SimpleNamespace(dtype=torch.bfloat16))  # the reload reads the dtype alone
+        finalize_layerwise_reload(
+            block, SimpleNamespace(dtype=torch.bfloat16)
+        )  # the reload reads the dtype alone
 
-        assert torch.equal(block.attn.impl.sinks, draw(update, dtype).float()), f"update {update}"
+        assert torch.equal(block.attn.impl.sinks, draw(update, dtype).float()), (
+            f"update {update}"
+        )
         assert storage(block.attn.impl.sinks) == first, f"update {update}"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Every tensor that a model can reach, and where each lies in memory.
 
-Parameters and buffers are the smaller part of what a kernel reads. Post-load steps keep tensors as plain attributes, in
-lists, on kernel and backend objects, in closures and partials. A walk that goes wherever Python code of the model could
-go finds them all, in the same order every time.
+Parameters and buffers are the smaller part of what a kernel reads. Post-load steps keep
+tensors as plain attributes, in lists, on kernel and backend objects, in closures and
+partials. A walk that goes wherever Python code of the model could go finds them all, in
+the same order every time.
 """
 
 import functools
@@ -19,9 +21,23 @@ import torch
 
 Kind = Literal["parameter", "buffer", "attribute", "opaque"]
 
-#: Objects of these packages hold settings, processes or files, and lead out of the model.
-_FOREIGN = sys.stdlib_module_names | {"numpy", "pydantic", "torch", "transformers", "triton"}
-_ELSEWHERE = ("vllm.config", "vllm.distributed", "vllm.logger", "vllm.platforms", "vllm.compilation", "vllm.envs")
+#: Objects of these packages hold settings, processes or files, and lead out of the
+#: model.
+_FOREIGN = sys.stdlib_module_names | {
+    "numpy",
+    "pydantic",
+    "torch",
+    "transformers",
+    "triton",
+}
+_ELSEWHERE = (
+    "vllm.config",
+    "vllm.distributed",
+    "vllm.logger",
+    "vllm.platforms",
+    "vllm.compilation",
+    "vllm.envs",
+)
 
 
 @dataclass(frozen=True)
@@ -38,9 +54,9 @@ class Storage:
 class Entry:
     """One tensor of the model.
 
-    `path` is how it is reached from the model, `owner` the class of what holds it. An `attribute` is any tensor that is
-    neither a parameter nor a buffer of a module. An `opaque` one has memory that PyTorch does not show: its storage is
-    None.
+    `path` is how it is reached from the model, `owner` the class of what holds it. An
+    `attribute` is any tensor that is neither a parameter nor a buffer of a module. An
+    `opaque` one has memory that PyTorch does not show: its storage is None.
     """
 
     path: str
@@ -53,66 +69,95 @@ class Entry:
         if self.kind == "opaque":
             return None
         tensor = self.tensor
-        return Storage(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return Storage(
+            tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+        )
 
 
 def inventory(model: torch.nn.Module) -> dict[str, Entry]:
-    """Every tensor that `model` reaches, by path; each tensor object once, parameters and buffers first."""
+    """Every tensor that `model` reaches, by path: each once, parameters and buffers
+    first.
+    """
     return {entry.path: entry for entry in _Walk().all_of(model, "")}
 
 
 def poison(model: torch.nn.Module, seed: int = 0) -> None:
-    """Overwrite every floating-point tensor of `model` but buffers and KV caches, in place, with seeded garbage.
+    """Overwrite the floating-point tensors of `model` with seeded garbage, in place.
 
-    This is what a level-2 sleep leaves: it keeps the buffers alone, and an update has to bring back the rest.
+    All but buffers and KV caches. This is what a level-2 sleep leaves: it keeps the
+    buffers alone, and an update has to bring back the rest.
     """
     generator = torch.Generator().manual_seed(seed)
     for entry in inventory(model).values():
-        a_weight = entry.kind in ("parameter", "attribute") and "kv_cache" not in re.split(r"\W+", entry.path)
-        if a_weight and entry.tensor.dtype.is_floating_point:
-            entry.tensor.detach().copy_(torch.rand(entry.tensor.shape, generator=generator) * 2 - 1)
+        if entry.kind not in ("parameter", "attribute"):
+            continue
+        a_cache = "kv_cache" in re.split(r"\W+", entry.path)
+        if entry.tensor.dtype.is_floating_point and not a_cache:
+            entry.tensor.detach().copy_(
+                torch.rand(entry.tensor.shape, generator=generator) * 2 - 1
+            )
 
 
 class _Walk:
-    """Visits each object once; the visited ones are held, so that no other can take the identity of one."""
+    """Visits each object once, and holds it: no other can take its identity."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
 
     def all_of(self, model: torch.nn.Module, prefix: str) -> Iterator[Entry]:
-        modules = [(path, module) for path, module in model.named_modules(prefix=prefix) if self._first(module)]
+        modules = [
+            (path, module)
+            for path, module in model.named_modules(prefix=prefix)
+            if self._first(module)
+        ]
         for path, module in modules:
-            for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for kind, tensors in (
+                ("parameter", module._parameters),
+                ("buffer", module._buffers),
+            ):
                 for name, tensor in tensors.items():
                     if tensor is not None and self._first(tensor):
-                        yield _entry(_join(path, name), type(module).__name__, kind, tensor)
+                        yield _entry(
+                            _join(path, name), type(module).__name__, kind, tensor
+                        )
         for path, module in modules:
             yield from self._rest(module, path)
 
     def _rest(self, module: torch.nn.Module, path: str) -> Iterator[Entry]:
-        """What a module keeps besides its parameters, buffers and children, and what hangs on those tensors."""
+        """What a module keeps besides its parameters, buffers and children, and what
+        hangs on those tensors.
+        """
         owner = type(module).__name__
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers"):
                 for held, tensor in value.items():
-                    yield from self._values(_attributes(tensor), _join(path, held), owner)
+                    yield from self._values(
+                        _attributes(tensor), _join(path, held), owner
+                    )
             elif name != "_modules":
                 yield from self._value(value, _join(path, name), owner)
 
-    def _values(self, values: Iterable[tuple[str, Any]], path: str, owner: str) -> Iterator[Entry]:
+    def _values(
+        self, values: Iterable[tuple[str, Any]], path: str, owner: str
+    ) -> Iterator[Entry]:
         for words, value in values:
             yield from self._value(value, path + words, owner)
 
     def _value(self, value: Any, path: str, owner: str) -> Iterator[Entry]:
         if isinstance(value, torch.nn.Module):
-            # One that is no child of the model: an attribute of an object, or in a list.
+            # One that is no child of the model: an attribute of an object, or in a
+            # list.
             yield from self.all_of(value, path)
             return
         if isinstance(value, _PLAIN) or not self._first(value):
             return
         if isinstance(value, torch.Tensor):
             yield _entry(path, owner, "attribute", value)
-        yield from self._values(_inside(value), path, owner if _is_container(value) else type(value).__name__)
+        yield from self._values(
+            _inside(value),
+            path,
+            owner if _is_container(value) else type(value).__name__,
+        )
 
     def _first(self, value: Any) -> bool:
         new = id(value) not in self._seen
@@ -144,12 +189,17 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """What `value` holds, each with the words that lead to it."""
     if isinstance(value, Mapping):
         yield from (
-            (f"[{key!r}]" if isinstance(key, str | int) else f"[{n}]", value[key]) for n, key in enumerate(value)
+            (f"[{key!r}]" if isinstance(key, str | int) else f"[{n}]", value[key])
+            for n, key in enumerate(value)
         )
     elif isinstance(value, list | tuple | Set):
         yield from ((f"[{position}]", inner) for position, inner in enumerate(value))
     elif isinstance(value, functools.partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+        yield from (
+            (".func", value.func),
+            (".args", value.args),
+            (".keywords", value.keywords),
+        )
     elif isinstance(value, types.MethodType):
         yield from ((".__self__", value.__self__), (".__func__", value.__func__))
     elif isinstance(value, types.FunctionType):
@@ -161,7 +211,9 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_a_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+    for name, cell in zip(
+        function.__code__.co_freevars, function.__closure__ or (), strict=True
+    ):
         try:
             yield f".{name}", cell.cell_contents
         except ValueError:  # not assigned yet
@@ -172,11 +224,14 @@ def _of_a_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _is_of_the_model(cls: type) -> bool:
-    return cls.__module__.split(".")[0] not in _FOREIGN and not cls.__module__.startswith(_ELSEWHERE)
+    name = cls.__module__
+    return name.split(".")[0] not in _FOREIGN and not name.startswith(_ELSEWHERE)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    yield from ((f".{name}", inner) for name, inner in getattr(value, "__dict__", {}).items())
+    yield from (
+        (f".{name}", inner) for name, inner in getattr(value, "__dict__", {}).items()
+    )
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -185,7 +240,9 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _entry(path: str, owner: str, kind: Kind, tensor: torch.Tensor) -> Entry:
-    return Entry(path, owner, kind if tensor.layout is torch.strided else "opaque", tensor)
+    return Entry(
+        path, owner, kind if tensor.layout is torch.strided else "opaque", tensor
+    )
 
 
 def _join(path: str, name: str) -> str:

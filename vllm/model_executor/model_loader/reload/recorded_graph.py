@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward step recorded as its operators, replayed on the storages that it had, without running model code.
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A forward step recorded as operators and replayed on the storages that it had.
 
-A captured CUDA graph holds the address of every tensor that it reads. So does a recorded graph: a tensor that is
-written in place is seen by a replay, one that is bound anew is not. It needs no GPU, so what an update does to a
-captured graph can be shown and tested on a CPU.
+No model code runs in a replay.
 
-Operators that are written in Python (those of vLLM's own namespaces) are looked into: what is recorded is what
-they call. What the host reads of a tensor (`item`, `bool`, `tolist`, `numpy`) becomes a guard, since the step may
-have taken a branch on it: a replay for which it reads otherwise is refused. Not seen is what is no operator:
-a read through a raw pointer, a Triton kernel that is launched directly. It is for a CPU; a GPU has graphs of its own.
+A captured CUDA graph holds the address of every tensor that it reads. So does a
+recorded graph: a tensor that is written in place is seen by a replay, one that is bound
+anew is not. It needs no GPU, so what an update does to a captured graph can be shown
+and tested on a CPU.
+
+Operators that are written in Python (those of vLLM's own namespaces) are looked into:
+what is recorded is what they call. What the host reads of a tensor (`item`, `bool`,
+`tolist`, `numpy`) becomes a guard, since the step may have taken a branch on it: a
+replay for which it reads otherwise is refused. Not seen is what is no operator: a read
+through a raw pointer, a Triton kernel that is launched directly. It is for a CPU; a GPU
+has graphs of its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,12 +30,19 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers import utils
 
-#: Operators that take the address of a native object inside an integer tensor, with no hold on the object: an update
-#: that makes another one frees it.
+#: Operators that take the address of a native object inside an integer tensor, with no
+#: hold on the object: an update that makes another one frees it.
 _NATIVE_HANDLES = frozenset({"_C::onednn_mm", "_C::onednn_scaled_mm"})
 
 #: They reserve memory and write nothing to it.
-_NO_KERNEL = frozenset({"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
+_NO_KERNEL = frozenset(
+    {
+        "aten::empty.memory_format",
+        "aten::empty_strided",
+        "aten::empty_like",
+        "aten::new_empty",
+    }
+)
 
 #: What `tolist` and `numpy` call on the tensor whose memory they hand to the host.
 _TO_HOST = torch.ops.aten.resolve_neg.default
@@ -41,7 +54,9 @@ class GraphError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Call:
-    """One operator with its arguments, and the tensors in storages of their own that it gave."""
+    """One operator with its arguments, and the tensors in storages of their own that it
+    gave.
+    """
 
     operator: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -54,15 +69,18 @@ class _Call:
         for position, held in self.results:
             if made[position].shape != held.shape:
                 raise GraphError(
-                    f"{self.operator} gave shape {tuple(held.shape)} when recorded and {tuple(made[position].shape)} "
-                    "now: its output shape depends on data"
+                    f"{self.operator} gave shape {tuple(held.shape)} when recorded "
+                    f"and {tuple(made[position].shape)} now: its output shape depends "
+                    "on data"
                 )
             held.untyped_storage().copy_(made[position].untyped_storage())
 
 
 @dataclass(frozen=True)
 class _Guard:
-    """What the host read of a tensor; the rest of the graph is right for no other value."""
+    """What the host read of a tensor; the rest of the graph is right for no other
+    value.
+    """
 
     operator: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -72,17 +90,24 @@ class _Guard:
         now = self.operator(*self.args)
         if isinstance(now, torch.Tensor):
             if not torch.equal(now, self.read):
-                raise GraphError(f"{self.operator}: the host reads other values than when the step was recorded")
+                raise GraphError(
+                    f"{self.operator}: the host reads other values than when the step "
+                    "was recorded"
+                )
         elif now != self.read:
-            raise GraphError(f"{self.operator}: the host read {self.read} when recorded and {now} now")
+            raise GraphError(
+                f"{self.operator}: the host read {self.read} when recorded and "
+                f"{now} now"
+            )
 
 
 @dataclass(frozen=True)
 class RecordedGraph:
     """The operators of one step, on the storages that they used.
 
-    `outputs` is what the step returned, with its tensors at fixed addresses that each replay writes. `reads` are the
-    tensors, one for each storage, that the step read or wrote and did not make: weights, buffers, caches, inputs.
+    `outputs` is what the step returned, with its tensors at fixed addresses that each
+    replay writes. `reads` are the tensors, one for each storage, that the step read or
+    wrote and did not make: weights, buffers, caches, inputs.
     """
 
     calls: tuple[_Call | _Guard, ...]
@@ -92,7 +117,8 @@ class RecordedGraph:
     def replay(self) -> Any:
         """Run every operator again and return `outputs`.
 
-        Raises GraphError where the host read another value, or an operator gave another shape, than when recorded.
+        Raises GraphError where the host read another value, or an operator gave another
+        shape, than when recorded.
         """
         with torch.inference_mode():
             for call in self.calls:
@@ -101,10 +127,12 @@ class RecordedGraph:
 
 
 def record(step: Callable[[], Any]) -> RecordedGraph:
-    """Run `step` and record it. Fresh inputs for a replay are copied into the tensors that it read them from.
+    """Run `step` and record it. Fresh inputs for a replay are copied into the tensors
+    that it read them from.
 
-    Raises GraphError, naming the operator, for one with an output shape that depends on data, one that reads a native
-    object by its address, and a tensor without a storage of its own (sparse, oneDNN's opaque layout).
+    Raises GraphError, naming the operator, for one with an output shape that depends on
+    data, one that reads a native object by its address, and a tensor without a storage
+    of its own (sparse, oneDNN's opaque layout).
     """
     recorder = _Recorder()
     with torch.inference_mode():
@@ -115,9 +143,16 @@ def record(step: Callable[[], Any]) -> RecordedGraph:
 
 
 def _hold(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory. It keeps to that memory when `tensor` is given another, as with `.data = `."""
+    """A tensor over the same memory. It keeps to that memory when `tensor` is given
+    another, as with `.data = `.
+    """
     bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    return bare.set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset(),
+        tensor.size(),
+        tensor.stride(),
+    )
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -154,27 +189,47 @@ class _Recorder(TorchDispatchMode):
             return self._guard(operator, args, operator(*args, **kwargs))
         return self._call(operator, args, kwargs)
 
-    def _refuse(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _refuse(
+        self,
+        operator: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         dynamic = torch.Tag.dynamic_output_shape in operator.tags
         if operator is torch.ops.aten.index.Tensor:
-            dynamic = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+            dynamic = any(
+                index is not None and index.dtype in (torch.bool, torch.uint8)
+                for index in args[1]
+            )
         if dynamic:
-            raise GraphError(f"{operator} cannot be recorded: its output shape depends on data")
+            raise GraphError(
+                f"{operator} cannot be recorded: its output shape depends on data"
+            )
         if operator.name() in _NATIVE_HANDLES:
             raise GraphError(
-                f"{operator} cannot be recorded: it reads a native object that an update may free; keep the layers "
-                "in the checkpoint's layout"
+                f"{operator} cannot be recorded: it reads a native object that an "
+                "update may free; keep the layers in the checkpoint's layout"
             )
         for tensor in _tensors((args, kwargs)):
             if tensor.layout is not torch.strided:
-                raise GraphError(f"{operator} cannot be recorded: it reads a tensor of layout {tensor.layout}")
+                raise GraphError(
+                    f"{operator} cannot be recorded: it reads a tensor of layout "
+                    f"{tensor.layout}"
+                )
 
-    def _guard(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], read: Any) -> Any:
+    def _guard(
+        self, operator: torch._ops.OpOverload, args: tuple[Any, ...], read: Any
+    ) -> Any:
         kept = read.clone() if isinstance(read, torch.Tensor) else read
         self.calls.append(_Guard(operator, self._held(args), kept))
         return read
 
-    def _call(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self,
+        operator: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         held_args, held_kwargs = self._held(args), self._held(kwargs)
         made = operator(*args, **kwargs)
         given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
@@ -183,10 +238,15 @@ class _Recorder(TorchDispatchMode):
             for position, result in enumerate(tree_flatten(made)[0])
             if isinstance(result, torch.Tensor) and _storage(result) not in given
         ]
-        # The maker of a storage is held with it, so that no later one can have the same identity.
+        # The maker of a storage is held with it, so that no later one can have the same
+        # identity.
         self._made.update((_storage(result), result) for _, result in results)
         # Operators outside PyTorch write to arguments that their schema does not mark.
-        only_a_view = operator.namespace == "aten" and not results and not operator._schema.is_mutable
+        only_a_view = (
+            operator.namespace == "aten"
+            and not results
+            and not operator._schema.is_mutable
+        )
         if not only_a_view and operator.name() not in _NO_KERNEL:
             self.calls.append(_Call(operator, held_args, held_kwargs, tuple(results)))
         return made
@@ -203,14 +263,17 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch._C.DispatchKeySet:
-    """The key of the kernels for the device of the first tensor, and no key of a mode."""
+    """The key of the kernels for the first tensor's device, and no key of a mode."""
     device = next((tensor.device.type for tensor in _tensors((args, kwargs))), "cpu")
-    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device)))
+    return torch._C.DispatchKeySet(
+        getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
+    )
 
 
 @contextmanager
 def checkpoint_layout() -> Iterator[None]:
-    """Unquantized linears made meanwhile keep their weight as the checkpoint has it, also on a CPU, as on a GPU.
+    """Unquantized linears made meanwhile keep their weight as the checkpoint has it,
+    also on a CPU, as on a GPU.
 
     A CPU packs them behind native handles else, which no graph may hold.
     """
@@ -227,16 +290,20 @@ def _unpacked(layer: torch.nn.Module, *_: object, **__: object) -> None:
 
 
 class GraphedForward:
-    """A model's forward that records each step of one token and replays it, as an engine does with CUDA graphs.
+    """A model's forward that records each step of one token and replays it, as an
+    engine does with CUDA graphs.
 
-    It stands where `forward` stood. The inputs of a step are its tensor arguments and those of the attention metadata
-    in the forward context of the running step; everything else about them (counts, longest lengths, shapes) is the key
-    under which a graph is kept. Other steps, and all with `replaying` off, run `forward` itself.
+    It stands where `forward` stood. The inputs of a step are its tensor arguments and
+    those of the attention metadata in the forward context of the running step;
+    everything else about them (counts, longest lengths, shapes) is the key under which
+    a graph is kept. Other steps, and all with `replaying` off, run `forward` itself.
     """
 
     def __init__(self, forward: Callable[..., Any]):
         self.replaying = True
-        self.graphs: dict[tuple[Any, ...], tuple[list[torch.Tensor], RecordedGraph]] = {}
+        self.graphs: dict[
+            tuple[Any, ...], tuple[list[torch.Tensor], RecordedGraph]
+        ] = {}
         self._forward = forward
 
     def __call__(self, **kwargs: Any) -> Any:
@@ -244,7 +311,9 @@ class GraphedForward:
             return self._forward(**kwargs)
         context = get_forward_context()
         inputs: list[torch.Tensor] = []
-        key = tuple(_describe((kwargs, context.attn_metadata, context.slot_mapping), inputs))
+        key = tuple(
+            _describe((kwargs, context.attn_metadata, context.slot_mapping), inputs)
+        )
         if key not in self.graphs:
             graph = record(lambda: self._forward(**kwargs))
             self.graphs[key] = ([_hold(tensor) for tensor in inputs], graph)
@@ -256,7 +325,9 @@ class GraphedForward:
 
 
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Iterator[Any]:
-    """What a step depends on besides the contents of its input tensors, which go to `tensors` in order."""
+    """What a step depends on besides the contents of its input tensors, which go to
+    `tensors` in order.
+    """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         yield (tuple(value.shape), value.dtype)
@@ -274,4 +345,6 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Iterator[Any]:
         for field in fields(value):
             yield from _describe(getattr(value, field.name), tensors)
     else:
-        raise GraphError(f"a step with an input of type {type(value).__name__} cannot be recorded")
+        raise GraphError(
+            f"a step with an input of type {type(value).__name__} cannot be recorded"
+        )
