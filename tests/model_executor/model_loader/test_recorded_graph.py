@@ -19,6 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm import _custom_ops as ops
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader.reload.recorded_graph import (
     GraphedForward,
     GraphError,
@@ -164,6 +165,11 @@ def test_what_a_graph_reads_is_what_it_did_not_make(model: Attention) -> None:
         (lambda x: x.unique(), "aten._unique2"),
         (lambda x: torch.where(x > 0)[0], "aten.nonzero"),
         (lambda x: x.repeat_interleave(x.long().abs()), "aten.repeat_interleave"),
+        (lambda x: x[(x > 0).to(torch.uint8)], "aten.index.Tensor"),
+        (
+            lambda x: torch.ops.aten.index.Tensor_out(x, [x > 0], out=torch.empty(2)),
+            "aten.index.Tensor_out",
+        ),
     ],
 )
 def test_an_output_shape_that_depends_on_data_is_refused_by_name(
@@ -222,33 +228,139 @@ def test_an_operator_written_in_python_is_looked_into() -> None:
     WEIGHTS["layer"] = held.fill_(2.0)
 
 
-def test_an_operator_that_writes_to_an_argument_without_saying_so_is_run_again() -> (
-    None
-):
-    """As vLLM's native attention does: its schema marks no argument as written."""
-    library = torch.library.Library("recorded_graph_test", "DEF")
-    library.define("double_into(Tensor x, Tensor out) -> ()")
+@torch.library.custom_op("recorded_graph_test::scaled", mutates_args=())
+def scaled_elsewhere(x: torch.Tensor, layer: str) -> torch.Tensor:
+    return scaled(x, layer)
 
-    def double_into(x: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(x * 2)
 
-    library.impl("double_into", double_into, "CompositeImplicitAutograd")
+def test_so_is_one_of_another_library() -> None:
+    x, held = torch.tensor([3.0]), WEIGHTS["layer"]
+    graph = record(lambda: scaled_elsewhere(x, "layer") + 1)
+    WEIGHTS["layer"] = torch.tensor([100.0])
+    assert graph.replay().item() == 7.0
+    WEIGHTS["layer"] = held
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a kernel for CPUs")
+def test_a_native_operator_that_writes_without_saying_so_is_run_again() -> None:
+    """As vLLM's attention does: its schema marks no argument as written."""
+    key, value = draw(1, 3, 2, WIDTH), draw(2, 3, 2, WIDTH)
+    caches = torch.zeros(2, 4, 2, 16, WIDTH, dtype=torch.bfloat16)
+    slots = torch.tensor([1, 17, 33])
+
+    def step() -> None:
+        ops.cpu_attn_reshape_and_cache(key, value, *caches, slots, "vec")
+
+    graph = record(step)
+    written = caches.clone()
+    caches.zero_()
+    graph.replay()
+    assert torch.equal(caches, written) and caches.any()
+
+
+def test_a_constant_that_the_step_writes_to_starts_anew_in_each_replay() -> None:
+    x = torch.tensor([1.0])
 
     def step() -> torch.Tensor:
-        out = torch.empty_like(x)
-        torch.ops.recorded_graph_test.double_into(x, out)
-        return out
+        return torch.tensor([1.0, 2.0]).mul_(x + 2) * 1
 
-    x = torch.tensor([1.0, 2.0])
     graph = record(step)
-    x.fill_(4.0)
-    assert graph.replay().tolist() == [8.0, 8.0]
+    for value in (1.0, 0.0, 3.0):
+        x.fill_(value)
+        assert torch.equal(graph.replay(), step())
 
 
-def test_an_opaque_layout_is_refused() -> None:
-    x = torch.eye(3).to_sparse()
-    with pytest.raises(GraphError, match=r"layout torch\.sparse_coo"):
-        record(lambda: torch.sparse.mm(x, torch.ones(3, 1)))
+def test_an_output_keeps_its_place_whatever_its_tensor_is_given() -> None:
+    x = torch.tensor([1.0])
+    given = []
+    graph = record(lambda: given.append(x * 2) or given[0])
+    given[0].data = torch.tensor([9.0])
+    x.fill_(3.0)
+    assert graph.replay().item() == 6.0
+
+
+def test_an_assertion_of_the_step_is_one_of_each_replay() -> None:
+    x = torch.tensor([1.0])
+
+    def step() -> torch.Tensor:
+        torch._assert_async(x > 0)
+        return x * 2
+
+    graph = record(step)
+    x.fill_(-1.0)
+    with pytest.raises(RuntimeError):
+        graph.replay()
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0, -0.0, True])
+def test_a_guard_holds_for_the_same_bits_alone(value: float) -> None:
+    x, y = torch.tensor([value]), torch.tensor([1.0])
+    for read in (lambda: x.item(), lambda: x.tolist()):
+        graph = record(lambda read=read: (read(), y * 2)[1])
+        assert graph.replay().item() == 2.0
+        kept = x.clone()
+        x.neg_() if x.is_floating_point() else x.logical_not_()
+        if value == value:
+            with pytest.raises(GraphError, match="the host read"):
+                graph.replay()
+        x.copy_(kept)
+
+
+RANDOM = {
+    "aten.rand": lambda x: torch.rand(3),
+    "aten.bernoulli": lambda x: torch.bernoulli(x.abs().clamp(max=1)),
+    "aten.native_dropout": lambda x: torch.native_dropout(x, 0.5, True),
+    "aten.exponential_": lambda x: x.clone().exponential_(),
+}
+
+
+@pytest.mark.parametrize("operator", RANDOM)
+def test_random_values_are_refused_by_name(operator: str) -> None:
+    with pytest.raises(GraphError, match=f"^{operator}.*its values are random$"):
+        record(lambda: RANDOM[operator](torch.tensor([1.0, -2.0, 3.0])))
+
+
+def test_attention_that_drops_nothing_is_recorded() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    graph = record(
+        lambda: torch.nn.functional.scaled_dot_product_attention(x, x, x) + 0
+    )
+    x.mul_(0.5)
+    assert torch.equal(
+        graph.replay(), torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    )
+
+
+NOT_PLAIN = {
+    "torch.sparse_coo": lambda x: torch.sparse.mm(x.to_sparse(), x),
+    "torch._mkldnn": lambda x: x.to_mkldnn().to_dense(),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "conjugated": lambda x: x.to(torch.complex64).conj() * 2,
+}
+
+
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_a_tensor_that_is_no_view_of_plain_memory_is_refused(kind: str) -> None:
+    with pytest.raises(GraphError, match=f"{kind} tensor"):
+        record(lambda: NOT_PLAIN[kind](torch.eye(3)))
+
+
+def test_what_may_move_a_tensor_is_refused() -> None:
+    x = torch.zeros(2)
+    with pytest.raises(GraphError, match=r"^aten\.resize_.*may move a tensor$"):
+        record(lambda: x.resize_(5))
+
+
+def test_a_step_that_returns_another_object_is_refused() -> None:
+    with pytest.raises(GraphError, match="returns a object"):
+        record(object)
+
+
+def test_the_checkpoint_layout_ends_with_its_block() -> None:
+    packing = layer_utils.dispatch_cpu_unquantized_gemm
+    with checkpoint_layout():
+        assert layer_utils.dispatch_cpu_unquantized_gemm is not packing
+    assert layer_utils.dispatch_cpu_unquantized_gemm is packing
 
 
 @pytest.mark.skipif(

@@ -9,12 +9,12 @@ recorded graph: a tensor that is written in place is seen by a replay, one that 
 anew is not. It needs no GPU, so what an update does to a captured graph can be shown
 and tested on a CPU.
 
-Operators that are written in Python (those of vLLM's own namespaces) are looked into:
-what is recorded is what they call. What the host reads of a tensor (`item`, `bool`,
-`tolist`, `numpy`) becomes a guard, since the step may have taken a branch on it: a
-replay for which it reads otherwise is refused. Not seen is what is no operator: a read
-through a raw pointer, a Triton kernel that is launched directly. It is for a CPU; a GPU
-has graphs of its own.
+Operators that are written in Python, as vLLM's attention is, are looked into: what is
+recorded is what they call. What the host reads of a tensor (`item`, `bool`, `tolist`,
+`numpy`) becomes a guard, since the step may have taken a branch on it: a replay for
+which it reads other bits is refused. Not seen is what is no operator (a read through a
+raw pointer, a Triton kernel that is launched directly) and what another thread runs. It
+is for a CPU; a GPU has graphs of its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +43,9 @@ _NO_KERNEL = frozenset(
         "aten::new_empty",
     }
 )
+
+#: They may give a tensor other memory, which a graph cannot.
+_RESIZES = frozenset({"aten::resize_", "aten::resize_as_"})
 
 #: What `tolist` and `numpy` call on the tensor whose memory they hand to the host.
 _TO_HOST = torch.ops.aten.resolve_neg.default
@@ -89,16 +92,21 @@ class _Guard:
     def replay(self) -> None:
         now = self.operator(*self.args)
         if isinstance(now, torch.Tensor):
-            if not torch.equal(now, self.read):
+            if not torch.equal(_bytes(now), _bytes(self.read)):
                 raise GraphError(
                     f"{self.operator}: the host reads other values than when the step "
                     "was recorded"
                 )
-        elif now != self.read:
+        # By their text NaN equals NaN, and -0.0 is not 0.0.
+        elif repr(now) != repr(self.read):
             raise GraphError(
                 f"{self.operator}: the host read {self.read} when recorded and "
                 f"{now} now"
             )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class RecordedGraph:
         """Run every operator again and return `outputs`.
 
         Raises GraphError where the host read another value, or an operator gave another
-        shape, than when recorded.
+        shape, than when recorded; what came before in the step has been written then.
         """
         with torch.inference_mode():
             for call in self.calls:
@@ -131,13 +139,20 @@ def record(step: Callable[[], Any]) -> RecordedGraph:
     that it read them from.
 
     Raises GraphError, naming the operator, for one with an output shape that depends on
-    data, one that reads a native object by its address, and a tensor without a storage
-    of its own (sparse, oneDNN's opaque layout).
+    data, one with random values, one that reads a native object by its address, one
+    that may move a tensor (`resize_`), and a tensor that is more than a view of plain
+    memory (sparse, oneDNN's opaque layout, quantized, conjugated). Also for a step that
+    returns something other than tensors and plain values in dicts, lists and tuples.
     """
     recorder = _Recorder()
     with torch.inference_mode():
         with recorder:
             outputs = step()
+        for leaf in tree_flatten(outputs)[0]:
+            if not isinstance(leaf, torch.Tensor | int | float | str | None):
+                raise GraphError(
+                    f"a step that returns a {type(leaf).__name__} cannot be recorded"
+                )
         held = tree_map_only(torch.Tensor, _hold, outputs)
     return RecordedGraph(tuple(recorder.calls), held, tuple(recorder.reads.values()))
 
@@ -146,6 +161,8 @@ def _hold(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory. It keeps to that memory when `tensor` is given
     another, as with `.data = `.
     """
+    if (kind := _not_plain(tensor)) is not None:
+        raise GraphError(f"a step that has a {kind} tensor cannot be recorded")
     bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return bare.set_(
         tensor.untyped_storage(),
@@ -153,6 +170,15 @@ def _hold(tensor: torch.Tensor) -> torch.Tensor:
         tensor.size(),
         tensor.stride(),
     )
+
+
+def _not_plain(tensor: torch.Tensor) -> str | None:
+    """What makes `tensor` more than a view of plain memory, if anything does."""
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    if tensor.is_quantized:
+        return "quantized"
+    return "conjugated" if tensor.is_conj() or tensor.is_neg() else None
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -171,14 +197,19 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if operator is torch.ops.aten.lift_fresh.default:
-            # A tensor that the step made of numbers in Python: a constant.
-            self._made[_storage(args[0])] = args[0]
+            # A tensor that the step made of numbers in Python: a constant, which it
+            # may write to afterwards.
+            constant = _hold(args[0])
+            self._made[_storage(constant)] = constant
+            values = (constant, constant.clone())
+            self.calls.append(_Call(torch.ops.aten.copy_.default, values, {}, ()))
             return operator(*args)
         if operator is _TO_HOST:
             return self._guard(operator, args, operator(*args))
-        if operator.namespace.startswith("vllm"):
+        key = _key(args, kwargs)
+        if operator.namespace != "aten" and _is_python(operator, key):
             with self:
-                return operator.redispatch(_keys(args, kwargs), *args, **kwargs)
+                return operator.redispatch(_keys(key), *args, **kwargs)
         if operator.namespace == "aten":
             with self:
                 parts = operator.decompose(*args, **kwargs)
@@ -196,7 +227,7 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
     ) -> None:
         dynamic = torch.Tag.dynamic_output_shape in operator.tags
-        if operator is torch.ops.aten.index.Tensor:
+        if operator.overloadpacket is torch.ops.aten.index:
             dynamic = any(
                 index is not None and index.dtype in (torch.bool, torch.uint8)
                 for index in args[1]
@@ -210,11 +241,17 @@ class _Recorder(TorchDispatchMode):
                 f"{operator} cannot be recorded: it reads a native object that an "
                 "update may free; keep the layers in the checkpoint's layout"
             )
-        for tensor in _tensors((args, kwargs)):
-            if tensor.layout is not torch.strided:
+        if operator.name() in _RESIZES:
+            raise GraphError(f"{operator} cannot be recorded: it may move a tensor")
+        if _is_random(operator, args, kwargs):
+            raise GraphError(f"{operator} cannot be recorded: its values are random")
+        self._refuse_not_plain(operator, (args, kwargs))
+
+    def _refuse_not_plain(self, operator: torch._ops.OpOverload, tensors: Any) -> None:
+        for tensor in _tensors(tensors):
+            if (kind := _not_plain(tensor)) is not None:
                 raise GraphError(
-                    f"{operator} cannot be recorded: it reads a tensor of layout "
-                    f"{tensor.layout}"
+                    f"{operator} cannot be recorded: it has a {kind} tensor"
                 )
 
     def _guard(
@@ -232,6 +269,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         held_args, held_kwargs = self._held(args), self._held(kwargs)
         made = operator(*args, **kwargs)
+        self._refuse_not_plain(operator, made)
         given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         results = [
             (position, _hold(result))
@@ -241,12 +279,9 @@ class _Recorder(TorchDispatchMode):
         # The maker of a storage is held with it, so that no later one can have the same
         # identity.
         self._made.update((_storage(result), result) for _, result in results)
-        # Operators outside PyTorch write to arguments that their schema does not mark.
-        only_a_view = (
-            operator.namespace == "aten"
-            and not results
-            and not operator._schema.is_mutable
-        )
+        # What is no view is run again even if it gives nothing: an assertion, and an
+        # operator outside PyTorch that writes to what its schema does not mark.
+        only_a_view = operator.is_view and not results
         if not only_a_view and operator.name() not in _NO_KERNEL:
             self.calls.append(_Call(operator, held_args, held_kwargs, tuple(results)))
         return made
@@ -262,12 +297,35 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor))
 
 
-def _keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch._C.DispatchKeySet:
-    """The key of the kernels for the first tensor's device, and no key of a mode."""
+def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The name of the dispatch key of the kernels for the first tensor's device."""
     device = next((tensor.device.type for tensor in _tensors((args, kwargs))), "cpu")
-    return torch._C.DispatchKeySet(
-        getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
-    )
+    return torch._C._dispatch_key_for_device(device)
+
+
+def _keys(key: str) -> torch._C.DispatchKeySet:
+    """That key alone, and no key of a mode."""
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+
+def _is_python(operator: torch._ops.OpOverload, key: str) -> bool:
+    """Whether the kernel that `operator` has for `key` is written in Python."""
+    name = operator.name().replace("::", "/", 1)
+    keys = (key, "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    return any(f"{name}/{key}" in torch.library._impls for key in keys)
+
+
+def _is_random(
+    operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether the values that `operator` gives are random. Attention is if it drops."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else 0.0
+            return kwargs.get("dropout_p", given) != 0.0
+    return True
 
 
 @contextmanager
