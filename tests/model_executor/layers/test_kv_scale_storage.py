@@ -12,6 +12,7 @@ import torch
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.quantization import kv_cache
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -62,6 +63,26 @@ def test_updates_leave_every_tensor_of_a_layer_where_it_was() -> None:
             path: entry.storage for path, entry in inventory(model).items()
         } == first, f"update {update}"
         assert all(getattr(model[0], name).item() == 1.0 for name in scales)
+
+
+def test_pre_processed_weights_write_them_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scales come as buffers then; the rest of the step is left out."""
+    layer = block()[0]
+    if not hasattr(layer, SCALES[0]):
+        pytest.skip("this release keeps no host copies")
+    monkeypatch.setattr(kv_cache, "is_weights_pre_processed", lambda: True)
+    first = {name: getattr(layer, name).data_ptr() for name in SCALES}
+
+    for update in (1.5, 2.5):
+        layer._k_scale.fill_(update)
+        layer._v_scale.fill_(update * 2)
+        kv_cache.BaseKVCacheMethod.process_weights_after_loading(None, layer)
+
+        assert {name: getattr(layer, name).data_ptr() for name in SCALES} == first
+        assert layer._k_scale_cpu.item() == layer._k_scale_float == update
+        assert layer._v_scale_cpu.item() == layer._v_scale_float == update * 2
 
 
 def test_they_are_on_the_host_whatever_the_default_device_is() -> None:

@@ -7,10 +7,12 @@ it was.
 import functools
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -37,6 +39,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 @dataclass
 class Record:
     tensor: torch.Tensor
+
+
+class Private:
+    __slots__ = ("__tensor",)
+
+    def __init__(self, tensor: torch.Tensor):
+        self.__tensor = tensor
 
 
 class Slotted:
@@ -75,6 +84,9 @@ HIDING_PLACES: dict[str, tuple[Callable[[torch.Tensor], object], list[str]]] = {
     "mapped": (lambda t: {"a": {7: t}}, ["mapped['a'][7]"]),
     "record": (Record, ["record.tensor"]),
     "slotted": (Slotted, ["slotted.tensor"]),
+    "private": (Private, ["private._Private__tensor"]),
+    "queue": (lambda t: deque([0, t]), ["queue[1]"]),
+    "space": (lambda t: SimpleNamespace(tensor=t), ["space.tensor"]),
     "closure": (closure, ["closure.tensor"]),
     "partial": (
         lambda t: functools.partial(print, t, end=t + 1),
@@ -97,6 +109,15 @@ def test_a_tensor_is_found_wherever_it_is_kept(name: str) -> None:
     assert next(entry for path, entry in found.items() if path != "0.labelled").tensor[
         0
     ] in (0, 1)
+
+
+def test_two_ways_to_a_tensor_of_one_name_are_two_entries() -> None:
+    model = torch.nn.Identity()
+    first, second = torch.zeros(1), torch.ones(1)
+    model.function = closure(first)
+    model.function.tensor = second
+    model.mapped = {("a",): first + 1, 0: second + 1}
+    assert len(inventory(model)) == 4
 
 
 def test_a_weak_reference_and_a_cycle_are_followed_once() -> None:
@@ -158,6 +179,23 @@ def test_poison_leaves_buffers_and_caches_alone_and_nothing_else() -> None:
     assert changed == {"weight", "bias", "derived.tensor"}
     assert {path: entry.storage for path, entry in after.items()} == addresses
     assert torch.isfinite(model.weight).all() and model.derived.tensor.abs().max() <= 1
+
+
+def test_poison_keeps_what_shares_memory_with_a_buffer_or_a_cache() -> None:
+    model = torch.nn.BatchNorm1d(8)
+    model.mean = model.running_mean[2:]
+    model.kv_cache = torch.zeros(2, 8)
+    model.key_cache = model.kv_cache[0]
+    poison(model)
+    assert not any(t.any() for t in (model.running_mean, model.kv_cache))
+
+
+def test_poison_reaches_expanded_and_packed_tensors() -> None:
+    model = torch.nn.Identity()
+    model.scale = torch.full((1,), 5.0).expand(4, 3)
+    model.packed = torch.zeros(64, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    poison(model)
+    assert (model.scale != 5.0).all() and model.packed.view(torch.uint8).any()
 
 
 SMALL = {

@@ -4,8 +4,10 @@
 
 Parameters and buffers are the smaller part of what a kernel reads. Post-load steps keep
 tensors as plain attributes, in lists, on kernel and backend objects, in closures and
-partials. A walk that goes wherever Python code of the model could go finds them all, in
-the same order every time.
+partials. A walk goes from the model to whatever its objects hold, in the same order
+every time (but for a set, which has no order of its own). It does not enter class
+attributes, globals of modules, the caches of `functools` and iterators; nor objects of
+vLLM's configuration and distributed packages, or of other libraries.
 """
 
 import functools
@@ -13,8 +15,9 @@ import re
 import sys
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -78,24 +81,41 @@ def inventory(model: torch.nn.Module) -> dict[str, Entry]:
     """Every tensor that `model` reaches, by path: each once, parameters and buffers
     first.
     """
-    return {entry.path: entry for entry in _Walk().all_of(model, "")}
+    found: dict[str, Entry] = {}
+    for entry in _Walk().all_of(model, ""):
+        path = entry.path
+        while path in found:  # a closure's variable and an attribute of one name
+            path += "'"
+        found[path] = replace(entry, path=path)
+    return found
 
 
 def poison(model: torch.nn.Module, seed: int = 0) -> None:
     """Overwrite the floating-point tensors of `model` with seeded garbage, in place.
 
-    All but buffers and KV caches. This is what a level-2 sleep leaves: it keeps the
-    buffers alone, and an update has to bring back the rest.
+    All but buffers and KV caches, and what shares memory with one. This is what a
+    level-2 sleep leaves: it keeps the buffers alone, and an update has to bring back
+    the rest.
     """
     generator = torch.Generator().manual_seed(seed)
+    weights, kept = [], set()
     for entry in inventory(model).values():
-        if entry.kind not in ("parameter", "attribute"):
+        if entry.kind == "opaque":
             continue
-        a_cache = "kv_cache" in re.split(r"\W+", entry.path)
-        if entry.tensor.dtype.is_floating_point and not a_cache:
-            entry.tensor.detach().copy_(
-                torch.rand(entry.tensor.shape, generator=generator) * 2 - 1
-            )
+        if entry.kind == "buffer" or "kv_cache" in re.split(r"\W+", entry.path):
+            kept.add(entry.tensor.untyped_storage()._cdata)
+        elif entry.tensor.dtype.is_floating_point:
+            weights.append(entry.tensor.detach())
+    for tensor in weights:
+        if tensor.untyped_storage()._cdata in kept or tensor.is_meta:
+            continue
+        for dimension in (n for n, stride in enumerate(tensor.stride()) if stride == 0):
+            tensor = tensor.narrow(dimension, 0, min(1, tensor.shape[dimension]))
+        if tensor.dtype == torch.float4_e2m1fn_x2:
+            tensor = tensor.view(torch.uint8)
+            tensor.copy_(torch.randint(256, tensor.shape, generator=generator))
+        else:
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) * 2 - 1)
 
 
 class _Walk:
@@ -181,18 +201,24 @@ _PLAIN = (
 )
 
 
+_SEQUENCES = list | tuple | Set | deque
+
+#: Their attributes are the model's, though their class is not.
+_OPEN = torch.Tensor | types.SimpleNamespace
+
+
 def _is_container(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple | Set)
+    return isinstance(value, Mapping | _SEQUENCES)
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """What `value` holds, each with the words that lead to it."""
     if isinstance(value, Mapping):
         yield from (
-            (f"[{key!r}]" if isinstance(key, str | int) else f"[{n}]", value[key])
+            (f"[{key!r}]" if isinstance(key, str | int) else f"[#{n}]", value[key])
             for n, key in enumerate(value)
         )
-    elif isinstance(value, list | tuple | Set):
+    elif isinstance(value, _SEQUENCES):
         yield from ((f"[{position}]", inner) for position, inner in enumerate(value))
     elif isinstance(value, functools.partial):
         yield from (
@@ -206,7 +232,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _of_a_function(value)
     elif isinstance(value, weakref.ref):
         yield "()", value()
-    elif isinstance(value, torch.Tensor) or _is_of_the_model(type(value)):
+    elif isinstance(value, _OPEN) or _is_of_the_model(type(value)):
         yield from _attributes(value)
 
 
@@ -235,6 +261,8 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{cls.__name__.lstrip('_')}{name}"
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 yield f".{name}", getattr(value, name)
 
