@@ -10,7 +10,8 @@ HOW is when it is bound and what holds it: `post-load` by what runs after weight
 `first-forward` by a forward that binds it anew; `module` is an attribute of a module or of the layer that is handed in,
 `helper` one of another object, `capture` something that holds the tensor (an object, a container, a closure), `host` a
 number. Not listed: what no code but loading reads, parameters of a layer that is handed in, which a reload restores,
-names for tensors that are there already, and what is bound once and then copied into.
+names for tensors that are there already, and what is bound once and then written in place. Not seen: attributes bound
+by `vars`, `__dict__`, a loop or a `with`, on a class or a module; caches behind `try` or a dictionary's `get`.
 """
 
 import argparse

@@ -133,13 +133,18 @@ def is_module(sources: Sources, cls: Class) -> bool:
     return any(base.rsplit(".", 1)[-1] in ("Module", "ModuleList", "Linear", "Embedding") for base in bases)
 
 
-def refreshed(evaluator: Evaluator, scope: Scope, attribute: str) -> bool:
-    """Whether the body copies into `attribute` in place, as it does where a tensor is bound only once."""
-    functions = (node.func for node in evaluator.body(scope.function).calls)
-    return any(
-        isinstance(func, ast.Attribute)
-        and func.attr == "copy_"
-        and isinstance(func.value, ast.Attribute)
-        and func.value.attr == attribute
-        for func in functions
-    )
+def refreshed(evaluator: Evaluator, scope: Scope, place: Place) -> bool:
+    """Whether the body writes into what `place` binds in place, and takes only one of the two ways at a time."""
+    body = evaluator.body(scope.function)
+    branches = [branch for node in body.nodes if isinstance(node, ast.If) for branch in (node.body, node.orelse)]
+    for call in body.calls:
+        match call.func:
+            case ast.Attribute(ast.Attribute(target, place.attribute), "copy_" | "fill_"):
+                one = any(_holds(branch, call) != _holds(branch, place.node) for branch in branches)
+                if one and ast.unparse(target) == ast.unparse(place.target):
+                    return True
+    return False
+
+
+def _holds(branch: list[ast.stmt], node: ast.AST) -> bool:
+    return any(each is node for statement in branch for each in ast.walk(statement))

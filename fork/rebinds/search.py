@@ -108,7 +108,7 @@ class Search:
                 continue
             self._followed.add(scope)
             for place in places(evaluator, scope):
-                if not refreshed(evaluator, scope, place.attribute):
+                if not refreshed(evaluator, scope, place):
                     self._note(evaluator, scope, place, "post-load", place.value & (NEW | {Kind.HOST}))
             body = evaluator.body(scope.function)
             todo += [Scope(evaluator.inner(node, scope), scope.owner, outer=scope) for node in body.inner.values()]
@@ -121,7 +121,7 @@ class Search:
         kept = {Kind.DERIVED, Kind.PARAMETER, Kind.HOLDER, Kind.HOST}
         for place in places(evaluator, scope):
             when = _once(evaluator, scope, place)
-            if when and not refreshed(evaluator, scope, place.attribute):
+            if when and not refreshed(evaluator, scope, place):
                 self._note(evaluator, scope, place, when, place.value & kept)
         node = scope.function.node
         if scope.function.decorators & _CACHES and not isinstance(node, ast.Lambda):

@@ -114,19 +114,47 @@ def test_what_only_loading_reads_is_not_listed():
     assert found(layer("self.derived = self.weight.float()", "return x")) == []
 
 
-def test_what_is_bound_once_and_then_copied_into_is_not_listed():
-    assert (
-        found("""
-    def process_weights_after_loading(self, dtype):
+ONCE = [
+    """
         if self.derived is None:
             self.derived = self.weight.to(dtype)
         else:
             self.derived.copy_(self.weight)
-    def forward(self, x):
-        return x + self.derived
-""")
-        == []
-    )
+""",
+    """
+        if self.derived is not None:
+            self.derived.copy_(self.weight)
+            return
+        self.derived = self.weight.to(dtype)
+""",
+    """
+        if self.derived is None:
+            self.derived = torch.empty_like(self.weight)
+        self.derived.fill_(1.0)
+""",
+]
+ALWAYS = [
+    """
+        self.derived = torch.empty_like(self.weight)
+        self.derived.copy_(self.weight)
+""",
+    """
+        self.derived = self.weight.float()
+        if self.kernel:
+            self.kernel.derived.copy_(self.weight)
+""",
+    """
+        if self.ready:
+            self.derived = torch.empty_like(self.weight)
+            self.derived.copy_(self.weight)
+""",
+]
+
+
+@pytest.mark.parametrize(("body", "listed"), [*((body, False) for body in ONCE), *((body, True) for body in ALWAYS)])
+def test_what_is_bound_once_and_then_written_in_place_is_not_listed(body, listed):
+    forward = "    def forward(self, x):\n        return x + self.derived\n"
+    assert bool(found(f"\n    def process_weights_after_loading(self, dtype):{body}{forward}")) is listed
 
 
 def test_parameters_of_the_layer_that_is_handed_in_are_restored_but_its_plain_attributes_are_not():
