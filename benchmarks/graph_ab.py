@@ -8,30 +8,40 @@ weight loader (as before 0.33).
 `poisoned` discards all weights before the update, as a level-2 sleep does; `kept` leaves their contents, as a level-1
 sleep does.
 
-Every answer is compared with those of an engine freshly started on B, eager: the largest absolute difference of a
-log-probability in nats, over the whole vocabulary and all positions up to and including the first token that differs.
-On a GPU replayed answers are compared with replayed ones, since a kernel may sum in another order when it is captured.
-The first token of an answer comes from the prompt's own step, which no graph has; all later ones can be replayed.
+Every answer is compared with those of one engine freshly started on B: the largest absolute difference of a
+log-probability in nats, over the whole vocabulary and all positions up to and including the first token that differs;
+infinite where one is missing or not finite (`null` in the report). `fresh` is a second such engine: what two starts
+differ by. On a CPU all are compared with the eager answers. On a GPU replayed answers are compared with replayed ones,
+since a kernel may sum in another order when it is captured: there nothing says that a replay of B is right, only that
+it is the replay of a fresh start.
+The first token of an answer comes from the prompt's own step, which no graph has; all later ones are replayed, which
+each engine counts.
 
 Exit status: 0 if nothing differs after the fix and every replay differs before it, 1 if that is not so or an engine
-fails, 2 on bad usage.
+fails, 2 on bad usage. A model whose fault cannot be shown on the base is left out, with a line that says so.
 """
 
 import argparse
 import json
+import math
+import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import tiny_deepseek_v2, tiny_gpt_oss
 from benchmarks.live_update import Answer, compare, write_json
-from benchmarks.vllm_server import environment
+from benchmarks.tiny_gpt_oss import VOCABULARY
+from benchmarks.vllm_server import environment, process_group
 from fork import ROOT, files
 from fork.bases import Base, find_base
 from fork.errors import ForkError
@@ -47,7 +57,15 @@ MODELS = {
     "sinks": (tiny_gpt_oss.write, "attention-sink-loader", {"cpu": "CPU_ATTN", "cuda": "TRITON_ATTN"}),
     "flashinfer": (tiny_gpt_oss.write, "flashinfer-sink-refresh", {"cuda": "FLASHINFER"}),
 }
-SECONDS = 600
+#: Row -> the case of its engine, and whether that runs with the fault put back.
+ROWS = {
+    "before-poisoned": ("poisoned", True),
+    "before-kept": ("kept", True),
+    "after-poisoned": ("poisoned", False),
+    "fresh": ("fresh", False),
+}
+#: That one engine may take.
+SECONDS = 600.0
 
 
 class EngineError(Exception):
@@ -75,19 +93,27 @@ class Row:
         return {
             "model": self.model,
             "case": self.case,
-            "eager_max_abs_logprob_diff": self.differences["eager"],
-            "replay_max_abs_logprob_diff": self.differences["replay"],
+            **{
+                f"{how}_max_abs_logprob_diff": difference if math.isfinite(difference) else None
+                for how, difference in self.differences.items()
+            },
             "tokens_equal": self.tokens_equal,
         }
 
 
-def row(model: str, case: str, answers: dict[str, list[Answer]], fresh: dict[str, list[Answer]]) -> Row:
+def row(model: str, case: str, answers: dict[str, list[Answer]], reference: dict[str, list[Answer]]) -> Row:
     return Row(
         model,
         case,
-        {how: compare(given, fresh[how])[0] for how, given in answers.items()},
-        {how: first_diverging_token(given, fresh[how]) for how, given in answers.items()},
+        {how: compare(given, reference[how])[0] if whole(given) else math.inf for how, given in answers.items()},
+        {how: first_diverging_token(given, reference[how]) for how, given in answers.items()},
     )
+
+
+def whole(answers: Sequence[Answer]) -> bool:
+    """Whether each row has a finite log-probability of every token: without, it could show no difference."""
+    rows = [each for answer in answers for each in answer.rows]
+    return all(each.keys() == set(range(VOCABULARY)) and all(map(math.isfinite, each.values())) for each in rows)
 
 
 def first_diverging_token(got: Sequence[Answer], wanted: Sequence[Answer]) -> int | None:
@@ -101,55 +127,87 @@ def first_diverging_token(got: Sequence[Answer], wanted: Sequence[Answer]) -> in
     return min(found, default=None)
 
 
-def measure(model: str, work: Path, base: Base, device: str, console: Console) -> list[Row]:
-    """The four rows of one model, with checkpoints, trees and logs in the folder `work`."""
-    write, patch, backends = MODELS[model]
-    write(work / "A", 1, 0.05)
-    write(work / "B", 2, 0.1)
+def faulty_trees(base: Base, device: str) -> dict[str, dict[str, bytes]]:
+    """Model -> what differs from `base` with its fault put back; a line for each model that is left out.
 
-    def run(case: str, tree: Path | None) -> dict[str, list[Answer]]:
-        with console.status(f"{model}: {name(case, tree)}"):
-            return run_engine(work, case, name(case, tree), backends[device], tree)
-
-    def name(case: str, tree: Path | None) -> str:
-        return case if case == "fresh" else f"{'before' if tree else 'after'}-{case}"
-
-    with tempfile.TemporaryDirectory(dir=work) as scratch:
-        before = Path(scratch, "tree")
-        files.link_tree(files.stock_tree(base, device), before, faulty(base, device, patch))
-        found = {name(case, before): run(case, before) for case in ("poisoned", "kept")}
-    found |= {name(case, None): run(case, None) for case in ("poisoned", "fresh")}
-    fresh = found["fresh"]
-    if device == "cpu":
-        fresh = dict.fromkeys(fresh, fresh["eager"])
-    return [row(model, case, answers, fresh) for case, answers in found.items()]
-
-
-def faulty(base: Base, device: str, patch: str) -> dict[str, bytes]:
-    """What the series changes in `base`, with the fault put back that `patch` mends there."""
-    series, read = load_series(), files.wheel_reader(base.wheel(device))
-    results = evaluate(series, base.version, read)
-    found = changed_files(find_patch(series, patch), series, base, results, read, drop=True)
-    if found is None:
-        raise ForkError(f"{patch} mends nothing on {base.name}; name another with VLLM_FORK_BASE")
+    Raises ForkError where none is left.
+    """
+    found = {}
+    for model, (_, patch, backends) in MODELS.items():
+        if device not in backends:
+            continue
+        if backends[device] == "FLASHINFER" and not _flashinfer_takes_sinks(base):
+            print(f"{model}: left out, as FlashInfer on {base.name} takes no sinks on this GPU")
+        elif (changed := faulty(base, device, patch)) is None:
+            print(f"{model}: left out, as {patch} mends nothing on {base.name}")
+        else:
+            found[model] = changed
+    if not found:
+        raise ForkError(f"no model shows a fault on {base.name} ({device}); name another base with VLLM_FORK_BASE")
     return found
 
 
+def faulty(base: Base, device: str, patch: str) -> dict[str, bytes] | None:
+    """What the series changes in `base`, with the fault put back that `patch` mends there; None if it mends none."""
+    series, read = load_series(), files.wheel_reader(base.wheel(device))
+    results = evaluate(series, base.version, read)
+    return changed_files(find_patch(series, patch), series, base, results, read, drop=True)
+
+
+def _flashinfer_takes_sinks(base: Base) -> bool:
+    """By what `FlashInferBackend.supports_sink` says: 0.25.1 has sinks in its kernels for SM100 only."""
+    from vllm.platforms import current_platform
+
+    return base.version > Version("0.25.1") or bool(current_platform.is_device_capability_family(100))
+
+
+def measure(
+    model: str, changed: dict[str, bytes], work: Path, base: Base, device: str, console: Console
+) -> Iterator[Row]:
+    """The rows of one model, `changed` in its faulty tree, with checkpoints, trees and logs in the folder `work`."""
+    write, _, backends = MODELS[model]
+    write(work / "A", 1, 0.05)
+    write(work / "B", 2, 0.1)
+
+    def run(name: str, case: str, tree: Path | None) -> dict[str, list[Answer]]:
+        with console.status(f"{model}: {name}"):
+            return run_engine(work, case, name, backends[device], tree)
+
+    with tempfile.TemporaryDirectory(dir=work) as scratch:
+        before = Path(scratch, "tree")
+        files.link_tree(files.stock_tree(base, device), before, changed)
+        reference = run("reference", "fresh", None)
+        if not all(map(whole, reference.values())):
+            raise EngineError(f"{model}, reference: a log-probability is missing or not finite; logs: {work}")
+        if device == "cpu":
+            reference = dict.fromkeys(reference, reference["eager"])
+        for name, (case, fault) in ROWS.items():
+            yield row(model, name, run(name, case, before if fault else None), reference)
+
+
 def run_engine(work: Path, case: str, name: str, backend: str, tree: Path | None) -> dict[str, list[Answer]]:
-    """The answers of one engine, eager and replayed, on `tree` or on the installed fork; `name` is for its files."""
+    """The answers of one engine, eager and replayed, on `tree` or on the installed fork; `name` is for its files.
+
+    Raises EngineError if it fails or takes more than `SECONDS`. No process of it is left.
+    """
     log, out = work / f"{name}.log", work / f"{name}.json"
     out.unlink(missing_ok=True)
-    env = environment(tree) | {
+    env = environment(None) | {
+        "PYTHONPATH": os.pathsep.join(str(folder) for folder in (tree, ROOT) if folder),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_HAS_FLASHINFER_CUBIN": "1",  # else FlashInfer takes no sinks where its kernels cannot be fetched
+        "VLLM_USE_DEEP_GEMM": "0",  # else the fp8 linear is compiled at the first start
     }
     command = [sys.executable, "-m", "benchmarks.graphed_engine", str(work), case]
     command += ["--backend", backend, "--out", str(out)]
-    with log.open("wb") as stream:
-        done = subprocess.run(command, cwd=ROOT, env=env, stdout=stream, stderr=stream, timeout=SECONDS)
-    if done.returncode or not out.exists():
-        raise EngineError(f"{name}: the engine ended with status {done.returncode}; log: {log}")
+    with process_group(command, log, env) as process:
+        try:
+            status = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"{work.name}, {name}: the engine took more than {SECONDS:.0f} s; log: {log}") from None
+    if status or not out.exists():
+        raise EngineError(f"{work.name}, {name}: the engine ended with status {status}; log: {log}")
     return {how: [_answer(one) for one in given] for how, given in json.loads(out.read_text()).items()}
 
 
@@ -173,40 +231,72 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(table)
 
 
-def verdict(rows: Sequence[Row]) -> int:
-    """0 if every row after the fix is exact and every replay before it is not; else 1, and a line that says which."""
-    status = 0
-    for each in rows:
-        if each.case.startswith("before") and each.differences["replay"] == 0.0:
-            print(f"{each.model}, {each.case}: the replay does not differ, so nothing is shown", file=sys.stderr)
-            status = 1
-        elif not each.case.startswith("before") and not each.exact:
-            print(f"{each.model}, {each.case}: differs from a fresh engine", file=sys.stderr)
-            status = 1
-    return status
+def verdict(rows: Sequence[Row], models: Sequence[str]) -> int:
+    """0 if every row after the fix is exact and every replay before it is not; else 1, and a line that says which.
+
+    A row that is missing, of any of `models`, makes it 1 too.
+    """
+    found = {(each.model, each.case): each for each in rows}
+    faults = []
+    for model in models:
+        for case, (_, fault) in ROWS.items():
+            each = found.get((model, case))
+            if each is None:
+                faults.append(f"{model}, {case}: was not measured")
+            elif fault and each.differences["replay"] == 0.0:
+                faults.append(f"{model}, {case}: the replay does not differ, so nothing is shown")
+            elif not fault and not all(map(math.isfinite, each.differences.values())):
+                faults.append(f"{model}, {case}: a log-probability is missing or not finite")
+            elif not fault and not each.exact:
+                faults.append(f"{model}, {case}: differs from a fresh engine")
+    for line in faults:
+        print(line, file=sys.stderr)
+    return int(bool(faults))
+
+
+def run(out: Path) -> int:
+    """Measure every model with all files under `out`; the exit status."""
+    work, result, console = out / "graph_ab", out / "graph_ab.json", Console()
+    work.mkdir(parents=True, exist_ok=True)
+    with files.alone(work):
+        result.unlink(missing_ok=True)  # a run that fails must not leave the numbers of an earlier one
+        base, device = find_base(None), default_device()
+        trees = faulty_trees(base, device)
+        rows: list[Row] = []
+        for model, changed in trees.items():
+            (work / model).mkdir(exist_ok=True)
+            rows += measure(model, changed, work / model, base, device, console)
+        show(rows, console)
+        write_json(result, [each.json() for each in rows])
+    return verdict(rows, list(trees))
+
+
+@contextmanager
+def _signals_end_the_block() -> Iterator[None]:
+    """A signal that ends the program leaves the block first, as an exception."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line and run; a signal that ends the program stops its engine first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.graph_ab", description=str(__doc__).split("\n")[0])
     parser.add_argument("--out", type=Path, default="build", help="folder for graph_ab.json and logs (%(default)s)")
     options = parser.parse_args(arguments)
-    out, console = options.out.resolve(), Console()
-    result = out / "graph_ab.json"
     try:
-        base, device = find_base(None), default_device()
-        rows = []
-        for model in (name for name, (_, _, backends) in MODELS.items() if device in backends):
-            work = out / "graph_ab" / model
-            work.mkdir(parents=True, exist_ok=True)
-            with files.alone(work):
-                result.unlink(missing_ok=True)
-                rows += measure(model, work, base, device, console)
-    except (EngineError, ForkError, OSError, subprocess.TimeoutExpired) as error:
+        with _signals_end_the_block():
+            return run(options.out.resolve())
+    except (EngineError, ForkError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    show(rows, console)
-    write_json(result, [each.json() for each in rows])
-    return verdict(rows)
 
 
 if __name__ == "__main__":

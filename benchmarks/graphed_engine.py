@@ -8,7 +8,7 @@ most CPUs have no kernel, is that of its dequantized weight.
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +20,7 @@ from benchmarks.live_update import Answer
 #: What happens between the first answers on A and the update to B: the level of the sleep. `fresh` starts on B.
 CASES = {"fresh": 0, "kept": 1, "poisoned": 2}
 GENERATED_TOKENS = 16
+PROMPTS = 4
 
 
 class Graphs(Protocol):
@@ -29,6 +30,10 @@ class Graphs(Protocol):
     options: ClassVar[dict[str, Any]]
 
     def __init__(self, llm: Any): ...
+
+    @staticmethod
+    def kind() -> Any:
+        """The class of a graph; its method `replay` runs the step."""
 
     def count(self) -> int:
         """How many there are."""
@@ -53,6 +58,12 @@ class Recorded:
         self._model = runner.model
         self._forward = runner._model_forward = GraphedForward(runner._model_forward)
 
+    @staticmethod
+    def kind() -> Any:
+        from vllm.model_executor.model_loader.reload.recorded_graph import RecordedGraph
+
+        return RecordedGraph
+
     def count(self) -> int:
         return len(self._forward.graphs)
 
@@ -76,13 +87,26 @@ class Captured:
     }
 
     def __init__(self, llm: Any):
-        self._llm, self._keys = llm, _runner(llm).cudagraph_dispatcher.cudagraph_keys
+        self._llm, runner = llm, _runner(llm)
+        self._graphs: Collection[Any]
+        self._dispatched: list[MutableMapping[Any, Any] | set[Any]]
+        if hasattr(runner, "cudagraph_manager"):
+            self._graphs, self._dispatched = runner.cudagraph_manager.graphs, [runner.cudagraph_manager._candidates]
+        else:  # the older model runner, which 0.25.1 takes for GPT-OSS
+            self._graphs = runner.model.concrete_cudagraph_entries
+            self._dispatched = list(runner.cudagraph_dispatcher.cudagraph_keys.values())
+
+    @staticmethod
+    def kind() -> Any:
+        import torch
+
+        return torch.cuda.CUDAGraph
 
     def count(self) -> int:
-        return sum(len(keys) for keys in self._keys.values())
+        return len(self._graphs)
 
     def turn_off(self) -> None:
-        for keys in self._keys.values():
+        for keys in self._dispatched:
             keys.clear()
 
     def sleep(self, level: int) -> None:
@@ -118,6 +142,19 @@ def _engine(checkpoint: Path, backend: str) -> Iterator[tuple[Any, Graphs]]:
         stack.callback(cleanup_dist_env_and_memory)
         stack.callback(llm.llm_engine.engine_core.shutdown)
         yield llm, graphs(llm)
+
+
+def count_replays(kind: Any) -> Callable[[], int]:
+    """Says how many graphs of the class `kind` this process has replayed since this call."""
+    replay, count = kind.replay, 0
+
+    def counting(graph: Any) -> Any:
+        nonlocal count
+        count += 1
+        return replay(graph)
+
+    kind.replay = counting
+    return lambda: count
 
 
 def _runner(llm: Any) -> Any:
@@ -156,7 +193,7 @@ def _ask(llm: Any) -> list[Answer]:
         temperature=0, max_tokens=GENERATED_TOKENS, logprobs=tiny_gpt_oss.VOCABULARY, ignore_eos=True, detokenize=False
     )
     answers = []
-    for prompt in tiny_gpt_oss.prompts(count=4):
+    for prompt in tiny_gpt_oss.prompts(PROMPTS):
         output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
         rows = tuple({token: entry.logprob for token, entry in row.items()} for row in output.logprobs)
         answers.append(Answer(tuple(output.token_ids), (), rows))
@@ -164,17 +201,27 @@ def _ask(llm: Any) -> list[Answer]:
 
 
 def answers(case: str, a: Path, b: Path, backend: str) -> dict[str, list[Answer]]:
-    """What an engine of this tree answers on B in `case`, eager and replayed."""
+    """What an engine of this tree answers on B in `case`, eager and replayed.
+
+    Raises AssertionError where a graph is made after the update, a step of the replayed answers but the first of each
+    is no replay, or one of the eager answers is.
+    """
     with _engine(b if case == "fresh" else a, backend) as (llm, graphs):
+        replays = count_replays(graphs.kind())
         _ask(llm)
         if level := CASES[case]:
             graphs.sleep(level)
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(b)})
-        made = graphs.count()
+        made, before = graphs.count(), replays()
         replayed = _ask(llm)
-        assert graphs.count() == made > 0, "a graph was made after the update"
+        assert graphs.count() == made > 0, f"{made} graphs before the answers, {graphs.count()} after them"
+        found, wanted = replays() - before, PROMPTS * (GENERATED_TOKENS - 1)
+        assert found >= wanted, f"{found} steps were replayed, not {wanted}"
         graphs.turn_off()
-        return {"eager": _ask(llm), "replay": replayed}
+        before = replays()
+        eager = _ask(llm)
+        assert replays() == before, f"{replays() - before} steps of the eager answers were replayed"
+        return {"eager": eager, "replay": replayed}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Tiny seeded DeepSeek-V2 checkpoints: multi-head latent attention in the sizes that the CPU kernel is built for."""
+"""Tiny seeded DeepSeek-V2 checkpoints: multi-head latent attention in sizes that the CPU and CUDA kernels take."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,10 @@ BLOCK = 128
 def write(folder: Path, seed: int, std: float) -> None:
     """Save a bf16 model of two dense layers to `folder`, its elements drawn from `seed` as those of tiny GPT-OSS are.
 
-    The CPU decode kernel takes a latent of 512 and a rotary part of 64 elements only; all else is small. `kv_b_proj` is
-    in block-wise fp8: what MLA derives from it is then made anew at each load. In bf16 it would be a view of the weight
-    itself, which an update reaches whatever is bound.
+    The CPU decode kernel takes a latent of 512 and a rotary part of 64 elements only, FlashAttention's prefill on a GPU
+    heads of 64 + 64 and values of 128 at least; all else is small. `kv_b_proj` is in block-wise fp8: what MLA derives
+    from it is then made anew at each load. In bf16 it would be a view of the weight itself, which an update reaches
+    whatever is bound.
     """
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -31,9 +32,9 @@ def write(folder: Path, seed: int, std: float) -> None:
         num_key_value_heads=4,
         q_lora_rank=None,
         kv_lora_rank=512,
-        qk_nope_head_dim=32,
+        qk_nope_head_dim=64,
         qk_rope_head_dim=64,
-        v_head_dim=32,
+        v_head_dim=128,
         max_position_embeddings=256,
         bos_token_id=None,
         eos_token_id=None,
