@@ -11,7 +11,7 @@ from support import run_fork, snapshot
 from fork import ROOT, files, git
 from fork.bases import find_base
 from fork.evaluate import APPLIED, changes, evaluate
-from fork.series import load_series
+from fork.series import load_series, without
 
 
 def _log(folder) -> list[str]:
@@ -82,10 +82,11 @@ def test_two_trees_have_the_same_commits(fork, tmp_path):
     assert git.run(tmp_path / "one", "rev-parse", "HEAD") == git.run(tmp_path / "two", "rev-parse", "HEAD")
 
 
-def test_a_patch_can_be_left_out(fork, tmp_path):
+def test_a_patch_can_be_left_out_and_those_that_depend_on_it_go_with_it(fork, tmp_path):
     done = fork("tree", "--base", "0.25.1", "--out", tmp_path / "x", "--drop", "mla-post-load-storage", "--json")
     base = find_base("0.25.1")
-    kept = [p for p in load_series() if p.name != "mla-post-load-storage"]
+    kept = without(load_series(), {"mla-post-load-storage"})
+    assert {p.name for p in load_series()} - {p.name for p in kept} == {"mla-post-load-storage", "mla-aiter-dcp-storage"}
     final = changes(evaluate(kept, base.version, files.wheel_reader(base.wheel())))
     assert done.status == 0 and snapshot(tmp_path / "x").items() >= final.items()
     fork("tree", "--out", tmp_path / "y", "--drop", "nothing").refuses("unknown patch 'nothing'", status=2)
