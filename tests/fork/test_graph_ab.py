@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
+from processes import running
 
 from benchmarks import graph_ab, graphed_engine
 from benchmarks.graph_ab import ROWS, Row, first_diverging_token, row, verdict, whole
@@ -203,16 +202,6 @@ def write(*_):
 graph_ab.MODELS = {"mla": (write, "mla-post-load-storage", {"cpu": "CPU_MLA"})}
 sys.exit(graph_ab.main(["--out", out]))
 """
-
-
-def running(pids: list[int]) -> list[int]:
-    """Those of `pids` that still run (a zombie does not)."""
-    left = []
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                left.append(pid)
-    return left
 
 
 @pytest.mark.parametrize(

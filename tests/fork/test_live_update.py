@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import running
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import GptOssForCausalLM
@@ -269,16 +270,6 @@ def wait_for(condition, seconds: float = 60):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
     return found
-
-
-def running(pids: list[int]) -> list[int]:
-    """Those of `pids` that still run (a zombie does not)."""
-    left = []
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                left.append(pid)
-    return left
 
 
 def ids(pids: Path) -> list[int]:
