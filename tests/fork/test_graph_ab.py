@@ -2,11 +2,13 @@
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -261,8 +263,15 @@ def engine_with(runner: object) -> SimpleNamespace:
     return SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
 
 
-def test_captured_graphs_are_counted_and_turned_off_in_the_model_runner_that_users_get():
-    """vLLM's own manager, dispatching one graph that it need not run: capturing needs a GPU."""
+@pytest.mark.parametrize("kind", ["manager", "dispatcher"])
+def test_captured_graphs_are_counted_and_turned_off(kind):
+    """In a process of its own: importing vLLM needs one where nothing has imported what it imports in another order."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        processes.submit({"manager": _captured_by_a_manager, "dispatcher": _captured_by_a_dispatcher}[kind]).result()
+
+
+def _captured_by_a_manager():
+    """The model runner that users get: its manager, dispatching one graph that it need not run (that needs a GPU)."""
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu import cudagraph_utils
 
@@ -276,8 +285,8 @@ def test_captured_graphs_are_counted_and_turned_off_in_the_model_runner_that_use
     assert graphs.count() == 1 and manager.dispatch(1, 1, 1, 0).cg_mode == CUDAGraphMode.NONE
 
 
-def test_captured_graphs_are_counted_and_turned_off_in_the_older_model_runner():
-    """vLLM's own dispatcher, with one graph that it need not run: capturing needs a GPU."""
+def _captured_by_a_dispatcher():
+    """The older model runner: its dispatcher, with one graph that it need not run."""
     from vllm.config import CompilationConfig, CUDAGraphMode
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
