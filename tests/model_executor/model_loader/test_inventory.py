@@ -4,6 +4,7 @@
 it was.
 """
 
+import ctypes
 import functools
 import os
 import weakref
@@ -11,13 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime_CAPI
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy
 import pytest
 import torch
 from transformers import (
@@ -29,9 +33,14 @@ from transformers import (
 )
 
 from vllm import LLM
+from vllm._custom_ops import CPUDNNLGEMMHandler
 from vllm.config import VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.model_executor.model_loader.reload.inventory import inventory, poison
+from vllm.model_executor.model_loader.reload.inventory import (
+    Entry,
+    inventory,
+    poison,
+)
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -106,7 +115,7 @@ def test_a_tensor_is_found_wherever_it_is_kept(name: str) -> None:
     setattr(model[0], name, make(torch.arange(3.0)))
     found = inventory(model)
     assert sorted(found) == sorted(f"0.{path}" for path in paths)
-    assert next(entry for path, entry in found.items() if path != "0.labelled").tensor[
+    assert next(entry for path, entry in found.items() if path != "0.labelled").value[
         0
     ] in (0, 1)
 
@@ -132,6 +141,7 @@ def test_an_entry_says_what_it_is_and_where_it_lies() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
     model[0].derived = model[0].weight.detach()[::2]
     model[0].packed = torch.eye(2).to_sparse()
+    model[0].copied = numpy.ones(3)
     found = inventory(model)
     kinds = {path: entry.kind for path, entry in found.items()}
     assert kinds == {
@@ -140,9 +150,13 @@ def test_an_entry_says_what_it_is_and_where_it_lies() -> None:
         "0.running_mean": "buffer",
         "0.running_var": "buffer",
         "0.num_batches_tracked": "buffer",
+        "0.eps": "number",
+        "0.momentum": "number",
         "0.derived": "attribute",
         "0.packed": "opaque",
+        "0.copied": "attribute",
     }
+    assert found["0.copied"].storage.address == model[0].copied.ctypes.data
     storage = found["0.derived"].storage
     assert (storage.address, storage.shape, storage.stride) == (
         model[0].weight.data_ptr(),
@@ -154,12 +168,95 @@ def test_an_entry_says_what_it_is_and_where_it_lies() -> None:
     } == {"BatchNorm1d"}
 
 
-def test_settings_and_foreign_objects_are_not_entered() -> None:
+def test_settings_are_not_entered() -> None:
     model = torch.nn.Identity()
     model.config = VllmConfig()
     model.config.tensor = torch.zeros(1)
-    model.path, model.optimizer = Path("a"), torch.optim.SGD([torch.zeros(1)])
+    model.path, model.operator = Path("a"), torch.ops.aten.add
     assert inventory(model) == {}
+
+
+def numbers() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("handle", "owner"),
+    [
+        (numbers(), "Identity"),
+        (ctypes.c_void_p(1), "Identity"),
+        (datetime_CAPI, "Identity"),
+        (Record(torch.optim.SGD([torch.zeros(1)])), "Record"),
+    ],
+)
+def test_what_cannot_be_looked_into_is_listed_with_its_owner(handle, owner) -> None:
+    model = torch.nn.Identity()
+    model.handle = handle
+    (entry,) = inventory(model).values()
+    assert (entry.kind, entry.owner, entry.storage) == ("opaque", owner, None)
+
+
+def test_the_address_of_a_native_object_is_no_tensor() -> None:
+    model = torch.nn.Identity()
+    model.handler = CPUDNNLGEMMHandler()
+    model.handler.handler_tensor = torch.tensor([0])
+    assert inventory(model)["handler.handler_tensor"].kind == "opaque"
+
+
+class Layer(torch.nn.Module):
+    """A layer that leaves tensors outside itself."""
+
+    shared: torch.Tensor
+    kept: ClassVar[dict[object, object]] = {}
+
+
+BY_LAYER: dict[object, object] = {}
+WEAKLY: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def remembered(layer: Layer, number: int) -> torch.Tensor:
+    return torch.full((1,), float(number))
+
+
+@functools.lru_cache(maxsize=2)
+def bounded(layer: Layer, number: int) -> torch.Tensor:
+    return torch.full((1,), float(number))
+
+
+CACHES: dict[str, Callable[[Layer], object]] = {
+    "BY_LAYER": lambda layer: BY_LAYER.update({layer: torch.zeros(1)}),
+    "BY_LAYER by identity": lambda layer: BY_LAYER.update({id(layer): torch.zeros(1)}),
+    "BY_LAYER in a tuple": lambda layer: BY_LAYER.update(
+        {(layer, 1): [torch.zeros(1)]}
+    ),
+    "WEAKLY": lambda layer: WEAKLY.update({layer: torch.zeros(1)}),
+    "Layer.kept": lambda layer: Layer.kept.update({layer: torch.zeros(1)}),
+    "Layer.shared": lambda layer: setattr(Layer, "shared", torch.zeros(1)),
+    "remembered": lambda layer: remembered(layer, 7),
+    "bounded": lambda layer: bounded(layer, 7),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caches_of_modules_and_classes_are_asked_for_the_layer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Layer, "shared", None, raising=False)
+    for cache in (BY_LAYER, WEAKLY, Layer.kept):
+        cache.clear()
+    remembered.cache_clear(), bounded.cache_clear()
+    model, other = torch.nn.Sequential(Layer()), Layer()
+    CACHES[name](model[0])
+    if name != "Layer.shared":
+        CACHES[name](other)
+    (path,) = inventory(model)
+    assert path.partition("[")[0].endswith(name.partition(" ")[0])
+
+
+def tensors(model: torch.nn.Module) -> dict[str, Entry]:
+    found = inventory(model)
+    return {path: entry for path, entry in found.items() if entry.storage is not None}
 
 
 def test_poison_leaves_buffers_and_caches_alone_and_nothing_else() -> None:
@@ -167,14 +264,14 @@ def test_poison_leaves_buffers_and_caches_alone_and_nothing_else() -> None:
     model.derived, model.count = Record(torch.full((64,), 5.0)), torch.tensor([3])
     model.attn = torch.nn.Identity()
     model.attn.kv_cache = torch.zeros(8)
-    before = {path: entry.tensor.clone() for path, entry in inventory(model).items()}
-    addresses = {path: entry.storage for path, entry in inventory(model).items()}
+    before = {path: entry.value.clone() for path, entry in tensors(model).items()}
+    addresses = {path: entry.storage for path, entry in tensors(model).items()}
     poison(model)
-    after = inventory(model)
+    after = tensors(model)
     changed = {
         path
         for path, entry in after.items()
-        if not torch.equal(entry.tensor, before[path])
+        if not torch.equal(entry.value, before[path])
     }
     assert changed == {"weight", "bias", "derived.tensor"}
     assert {path: entry.storage for path, entry in after.items()} == addresses
@@ -275,7 +372,7 @@ def test_ten_updates_leave_every_tensor_where_it_was(name: str, tmp_path: Path) 
         first = {path: entry.storage for path, entry in inventory(model).items()}
         assert set(first) >= KNOWN[name]
         parameters = {
-            path: e.tensor.clone()
+            path: e.value.clone()
             for path, e in inventory(model).items()
             if e.kind == "parameter"
         }
@@ -290,5 +387,5 @@ def test_ten_updates_leave_every_tensor_where_it_was(name: str, tmp_path: Path) 
         assert not [
             path
             for path, tensor in parameters.items()
-            if torch.equal(tensor, now[path].tensor)
+            if torch.equal(tensor, now[path].value)
         ]

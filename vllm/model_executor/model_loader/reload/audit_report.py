@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What an audit found: on the terminal, as JSON, and as a page."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from vllm.model_executor.model_loader.reload.audit_jobs import Job
+from vllm.model_executor.model_loader.reload.audit_run import Row
+from vllm.version import __version__
+
+_COLOURS = {
+    "equal": "green",
+    "unequal": "red",
+    "not-auditable": "yellow",
+    "error": "magenta",
+}
+
+
+class Report:
+    """Collects rows, shows how far the audit is, and at the end a table; writes the
+    files anew after every architecture, so that what is known is kept.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, str],
+        json: Path | None,
+        html: Path | None,
+        total: int,
+    ):
+        self.rows: list[Row] = []
+        self._groups, self._json, self._html = groups, json, html
+        self._console = Console()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._progress.add_task("reload-audit", total=total)
+
+    @property
+    def all_equal(self) -> bool:
+        return all(row.verdict in ("equal", "not-auditable") for row in self.rows)
+
+    def __enter__(self) -> "Report":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        if self.rows:
+            self._console.print(self._table())
+            counts = Counter(row.verdict for row in self.rows)
+            self._console.print(
+                ", ".join(
+                    f"[{_COLOURS[verdict]}]{counts[verdict]} {verdict}[/]"
+                    for verdict in _COLOURS
+                    if counts[verdict]
+                )
+            )
+
+    def add(self, job: Job, rows: Sequence[Row]) -> None:
+        """Take the rows of one architecture."""
+        self.rows.extend(rows)
+        self._progress.advance(self._task)
+        self._progress.update(self._task, description=job.architecture)
+        if self._json:
+            _replace(self._json, json.dumps(self._plain(), indent=1) + "\n")
+        if self._html:
+            _replace(self._html, page(self._plain()))
+
+    def interrupted(self) -> None:
+        kept = f"{len(self.rows)} verdicts kept"
+        self._progress.console.print(f"vllm reload-audit: interrupted, {kept}")
+
+    def _plain(self) -> list[dict[str, Any]]:
+        return [
+            row.json() | {"group": self._groups.get(row.architecture, "")}
+            for row in self.rows
+        ]
+
+    def _table(self) -> Table:
+        table = Table()
+        for title in ("architecture", "mode", "verdict"):
+            table.add_column(title, no_wrap=True)
+        table.add_column("tensors", justify="right")
+        table.add_column("what differs, or why", no_wrap=True, overflow="ellipsis")
+        for row in self.rows:
+            colour = _COLOURS[row.verdict]
+            table.add_row(
+                row.architecture,
+                row.mode,
+                f"[{colour}]{row.verdict}[/]",
+                str(row.tensors or ""),
+                escape(row.reason),
+            )
+        return table
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One self-contained HTML page for `rows`."""
+    template = files(__package__).joinpath("audit.html").read_text()
+    data = json.dumps({"version": __version__, "rows": rows}).replace("<", "\\u003c")
+    return template.replace("{{data}}", data)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write `path` so that a reader finds the old text or the new one."""
+    if not path.is_file():  # a pipe, a terminal
+        path.write_text(text)
+        return
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text)
+    beside.replace(path)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Audits one pair of checkpoints: every mode of updating against a fresh start."""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm.model_executor.model_loader.reload.audit import (
+    Difference,
+    Snapshot,
+    compare,
+)
+from vllm.model_executor.model_loader.reload.audited_engine import (
+    AuditedEngine,
+    Outputs,
+    engine,
+    loader,
+)
+from vllm.model_executor.model_loader.reload.recorded_graph import GraphError
+
+Verdict = Literal["equal", "unequal", "not-auditable", "error"]
+
+#: The updates of each mode, on an engine that started on A; a number is a seed for
+#: garbage in place of every weight.
+MODES: dict[str, tuple[str | int, ...]] = {
+    "same": ("A",),
+    "update": ("B",),
+    "back": ("B", "A"),
+    "repeat": ("A", "B") * 5,
+    "poisoned": (0, "B"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one mode showed.
+
+    `tensors` is how many were compared, over all workers; the others hold paths, as in
+    `Difference`. `logits` is the largest absolute difference from the fresh engine's,
+    None where the model was not run; `graph` that of replayed from eager steps after
+    the update, None where none was recorded.
+    """
+
+    architecture: str
+    mode: str
+    tp: int
+    verdict: Verdict
+    reason: str = ""
+    tensors: int = 0
+    stale: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+    logits: float | None = None
+    graph: float | None = None
+    seconds: float = 0.0
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an engine holds and answers at one time."""
+
+    snapshots: tuple[Snapshot, ...]
+    outputs: Outputs | None
+
+    @classmethod
+    def of(cls, running: AuditedEngine) -> "Seen":
+        # After the answers, since some tensors are made on the first forward.
+        outputs = running.outputs()
+        return cls(tuple(running.snapshots()), outputs)
+
+
+def audit(
+    name: str, a: Path, b: Path, modes: Sequence[str], backend: str = "", **options: Any
+) -> Iterator[Row]:
+    """A row for each of `modes`, for an engine that serves `a` and is updated to `b`.
+
+    A model that this device cannot run is loaded and not run; `backend` is then the
+    attention backend that it is built with, where this device has none. `options` are
+    the engine's.
+    """
+    blank = Row(name, "", options.get("tensor_parallel_size", 1), "error")
+    start: Start = partial(engine, **options)
+    not_run = ""
+    try:
+        fresh_b = _fresh(start, b)
+    except Exception as error:
+        not_run = reason_of(error) or ""
+        try:
+            if not not_run.startswith(NOT_HERE):
+                raise
+            start = partial(loader, backend=backend, **options)
+            fresh_b = _fresh(start, b)
+        except Exception as error:
+            reason = reason_of(error)
+            failed = replace(
+                blank,
+                verdict="not-auditable" if reason else "error",
+                reason=reason or f"a fresh start raised {one_line(error)}",
+            )
+            yield from (replace(failed, mode=mode) for mode in modes)
+            return
+    checkpoints = {"A": a, "B": b}
+    waiting = list(modes)
+    while waiting:
+        # One engine goes through the modes until one leaves it other than it should be.
+        began = time.monotonic()
+        with start(a) as warm:
+            fresh = {"A": Seen.of(warm), "B": fresh_b}
+            while waiting:
+                mode = waiting.pop(0)
+                row = _audited(
+                    replace(blank, mode=mode), warm, MODES[mode], checkpoints, fresh
+                )
+                seconds = round(time.monotonic() - began, 2)
+                began = time.monotonic()
+                yield replace(row, reason=row.reason or not_run, seconds=seconds)
+                if row.verdict != "equal":
+                    break
+
+
+Start = Callable[[Path], AbstractContextManager[AuditedEngine]]
+
+
+def _fresh(start: Start, checkpoint: Path) -> Seen:
+    with start(checkpoint) as cold:
+        return Seen.of(cold)
+
+
+#: Reasons why a model cannot be audited, or not be run.
+NOT_HERE = "not on this device"
+REMOTE_CODE = "needs remote code"
+PACKAGE = "needs a package that is not installed"
+
+#: What an error says where a kernel is for other devices.
+_OF_OTHER_DEVICES = re.compile(
+    "not supported on CPU|'_C' object has no attribute|no valid sparse MLA|"
+    "Unsupported CPU attention|[Tt]riton|CUDA|cuda|GPU|FlashInfer|flashinfer"
+)
+
+
+def reason_of(error: BaseException) -> str | None:
+    """Why a model cannot be audited here, from a short closed list; None for an error
+    that is none of them.
+    """
+    text = one_line(error)
+    if "trust_remote_code" in text:
+        return REMOTE_CODE
+    if isinstance(error, ImportError) and error.name:
+        package = error.name.partition(".")[0]
+        if package != "vllm":
+            return f"{PACKAGE}: {package}"
+    if isinstance(error, NotImplementedError) or _OF_OTHER_DEVICES.search(text):
+        return f"{NOT_HERE}: {text}"
+    return None
+
+
+def _audited(
+    blank: Row,
+    warm: AuditedEngine,
+    steps: Sequence[str | int],
+    checkpoints: dict[str, Path],
+    fresh: dict[str, Seen],
+) -> Row:
+    """The row of an engine on A for `steps`; brings the engine back to A."""
+    target = str(steps[-1])
+    try:
+        for step in steps:
+            if isinstance(step, int):
+                warm.poison(step)
+            else:
+                warm.update(checkpoints[step])
+        after = Seen.of(warm)
+    except Exception as error:
+        return replace(
+            blank, verdict="unequal", reason=f"the update raised {one_line(error)}"
+        )
+    found = merged(
+        compare(*held)
+        for held in zip(
+            fresh["A"].snapshots,
+            after.snapshots,
+            fresh[target].snapshots,
+            strict=True,
+        )
+    )
+    logits = largest_difference(after.outputs, fresh[target].outputs)
+    row = replace(
+        blank,
+        verdict="unequal" if found or logits else "equal",
+        reason=_in_words(found, logits),
+        tensors=sum(map(len, fresh[target].snapshots)),
+        logits=logits,
+        **asdict(found),
+    )
+    if row.verdict == "equal" and target != "A":
+        warm.update(checkpoints["A"])
+    return row
+
+
+def _in_words(found: Difference, logits: float | None) -> str:
+    counts = ", ".join(
+        f"{len(paths)} {how}" for how, paths in asdict(found).items() if paths
+    )
+    if counts or not logits:
+        return counts
+    return "only what the model answers differs: by state that no inventory shows"
+
+
+def merged(differences: Iterator[Difference]) -> Difference:
+    """Those of all workers, whose parts of the model have the same paths."""
+    found: dict[str, dict[str, None]] = {}
+    for difference in differences:
+        for how, paths in asdict(difference).items():
+            found.setdefault(how, {}).update(dict.fromkeys(paths))
+    return Difference(**{how: tuple(paths) for how, paths in found.items()})
+
+
+def largest_difference(some: Outputs | None, others: Outputs | None) -> float | None:
+    """The largest absolute difference; infinite where one has other numbers of rows or
+    a value that the other lacks.
+    """
+    if some is None or others is None:
+        return None
+    if [len(row) for row in some] != [len(row) for row in others]:
+        return math.inf
+    return max(
+        (
+            _difference(one, other)
+            for row, others_row in zip(some, others, strict=True)
+            for one, other in zip(row, others_row, strict=True)
+        ),
+        default=0.0,
+    )
+
+
+def _difference(one: float, other: float) -> float:
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    difference = abs(one - other)
+    return math.inf if math.isnan(difference) else difference
+
+
+def replayed(a: Path, b: Path, *, poisoned: bool, **options: Any) -> float:
+    """How far the steps that run by graphs recorded on `a` are, after an update to `b`,
+    from the same steps run eagerly. Raises GraphError where none can be recorded.
+    """
+    with engine(a, graphs=True, **options) as warm:
+        warm.graphs(on=True)
+        warm.outputs()
+        if poisoned:
+            warm.poison()
+        warm.update(b)
+        by_graph = warm.outputs()
+        if not warm.graphs(on=False):
+            raise GraphError("no step was recorded")
+        difference = largest_difference(by_graph, warm.outputs())
+    return 0.0 if difference is None else difference
+
+
+def one_line(error: BaseException) -> str:
+    """`error` in one line, with its class."""
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
