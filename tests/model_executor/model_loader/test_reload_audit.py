@@ -5,7 +5,8 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ import pytest
 import torch
 
 from vllm.model_executor.model_loader.reload import zoo
-from vllm.model_executor.model_loader.reload.audit import Difference, compare
+from vllm.model_executor.model_loader.reload.audit import (
+    Difference,
+    Held,
+    compare,
+    digest,
+)
 from vllm.model_executor.model_loader.reload.audit_run import (
     Seen,
     largest_difference,
@@ -188,6 +194,50 @@ FAULTS = {
         "wrong", MLA + "._k_scale_cpu", afterwards=contents("_k_scale_cpu")
     ),
 }
+
+
+def held(digest: str = "a", address: int = 1) -> Held:
+    return Held("Owner", "parameter", "torch.int8", (1,), (1,), address, digest)
+
+
+def test_each_way_to_differ_has_a_name() -> None:
+    before = {
+        "same": held("a"),
+        "stale": held("a"),
+        "wrong": held("a"),
+        "moved": held(),
+    }
+    fresh = {"same": held("b"), "stale": held("b"), "wrong": held("b")}
+    fresh |= {"moved": held("b"), "lost": held()}
+    after = {"same": held("b"), "stale": held("a"), "wrong": held("c")}
+    after |= {"moved": held("b", address=2), "new": held()}
+    assert asdict(compare(before, after, fresh)) == {
+        how: (how,) for how in ("stale", "wrong", "moved", "lost", "new")
+    }
+    assert not compare(before, fresh, fresh)
+
+
+def test_a_digest_is_of_the_elements_in_order_and_of_every_bit() -> None:
+    tensor = torch.tensor([[1.0, 2.0], [3.0, -0.0]])
+    assert digest(tensor) == digest(tensor.t().contiguous().t())
+    assert digest(tensor) != digest(tensor.t()) != digest(tensor.abs())
+    assert digest(torch.tensor(2, dtype=torch.int8)) != digest(torch.tensor(2))
+    assert digest(torch.empty(3, device="meta")) == "meta"
+
+
+@pytest.mark.parametrize(
+    ("some", "others", "difference"),
+    [
+        (((1.0, 2.0),), ((1.0, 2.5),), 0.5),
+        (((nan, inf),), ((nan, inf),), 0.0),
+        (((nan,),), ((1.0,),), inf),
+        (((1.0,),), ((1.0, 1.0),), inf),
+        ((), (), 0.0),
+        (None, ((1.0,),), None),
+    ],
+)
+def test_outputs_differ_by_their_largest_difference(some, others, difference) -> None:
+    assert largest_difference(some, others) == difference
 
 
 @pytest.fixture(scope="module")

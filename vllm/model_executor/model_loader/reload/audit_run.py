@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.audited_engine import (
     loader,
 )
 from vllm.model_executor.model_loader.reload.recorded_graph import GraphError
+from vllm.platforms import current_platform
 
 Verdict = Literal["equal", "unequal", "not-auditable", "error"]
 
@@ -45,7 +46,7 @@ class Row:
     `tensors` is how many were compared, over all workers; the others hold paths, as in
     `Difference`. `logits` is the largest absolute difference from the fresh engine's,
     None where the model was not run; `graph` that of replayed from eager steps after
-    the update, None where none was recorded.
+    the update, or why no step was recorded; None where it was not tried.
     """
 
     architecture: str
@@ -60,7 +61,7 @@ class Row:
     lost: tuple[str, ...] = ()
     new: tuple[str, ...] = ()
     logits: float | None = None
-    graph: float | None = None
+    graph: float | str | None = None
     seconds: float = 0.0
 
     def json(self) -> dict[str, Any]:
@@ -112,6 +113,10 @@ def audit(
             yield from (replace(failed, mode=mode) for mode in modes)
             return
     checkpoints = {"A": a, "B": b}
+    graphs: dict[str, float | str] = {}
+    graphed = [mode for mode in GRAPHED if mode in modes]
+    if graphed and not not_run and current_platform.is_cpu():
+        graphs = _replayed(checkpoints, graphed, options)
     waiting = list(modes)
     while waiting:
         # One engine goes through the modes until one leaves it other than it should be.
@@ -123,10 +128,22 @@ def audit(
                 row = _audited(
                     replace(blank, mode=mode), warm, MODES[mode], checkpoints, fresh
                 )
-                seconds = round(time.monotonic() - began, 2)
+                clean = row.verdict == "equal"
+                graph = graphs.get(mode)
+                if clean and isinstance(graph, float) and graph:
+                    row = replace(
+                        row,
+                        verdict="unequal",
+                        reason="a graph recorded before the update answers otherwise",
+                    )
+                yield replace(
+                    row,
+                    graph=graph,
+                    reason=row.reason or not_run,
+                    seconds=round(time.monotonic() - began, 2),
+                )
                 began = time.monotonic()
-                yield replace(row, reason=row.reason or not_run, seconds=seconds)
-                if row.verdict != "equal":
+                if not clean:
                     break
 
 
@@ -176,11 +193,7 @@ def _audited(
     """The row of an engine on A for `steps`; brings the engine back to A."""
     target = str(steps[-1])
     try:
-        for step in steps:
-            if isinstance(step, int):
-                warm.poison(step)
-            else:
-                warm.update(checkpoints[step])
+        _go(warm, steps, checkpoints)
         after = Seen.of(warm)
     except Exception as error:
         return replace(
@@ -252,21 +265,44 @@ def _difference(one: float, other: float) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def replayed(a: Path, b: Path, *, poisoned: bool, **options: Any) -> float:
-    """How far the steps that run by graphs recorded on `a` are, after an update to `b`,
-    from the same steps run eagerly. Raises GraphError where none can be recorded.
+#: The modes for which a step is also run by graphs that were recorded on A.
+GRAPHED = ("update", "poisoned")
+
+
+def _replayed(
+    checkpoints: dict[str, Path], modes: Sequence[str], options: dict[str, Any]
+) -> dict[str, float | str]:
+    """For each of `modes`, how far steps that run by graphs recorded on A are from the
+    same steps run eagerly, after the update; or why none could be recorded.
     """
-    with engine(a, graphs=True, **options) as warm:
-        warm.graphs(on=True)
-        warm.outputs()
-        if poisoned:
-            warm.poison()
-        warm.update(b)
-        by_graph = warm.outputs()
-        if not warm.graphs(on=False):
-            raise GraphError("no step was recorded")
-        difference = largest_difference(by_graph, warm.outputs())
-    return 0.0 if difference is None else difference
+    found: dict[str, float | str] = {}
+    try:
+        with engine(checkpoints["A"], graphs=True, **options) as warm:
+            warm.graphs(on=True)
+            warm.outputs()
+            recorded = warm.graphs(on=True)
+            for mode in modes:
+                _go(warm, MODES[mode], checkpoints)
+                by_graph = warm.outputs()
+                if warm.graphs(on=False) != recorded or not recorded:
+                    raise GraphError(f"{recorded} steps of one token were recorded")
+                difference = largest_difference(by_graph, warm.outputs())
+                found[mode] = math.inf if difference is None else difference
+                _go(warm, ("A",), checkpoints)
+                warm.graphs(on=True)
+    except Exception as error:
+        return dict.fromkeys(modes, f"no graph: {one_line(error)}") | found
+    return found
+
+
+def _go(
+    warm: AuditedEngine, steps: Sequence[str | int], checkpoints: dict[str, Path]
+) -> None:
+    for step in steps:
+        if isinstance(step, int):
+            warm.poison(step)
+        else:
+            warm.update(checkpoints[step])
 
 
 def one_line(error: BaseException) -> str:
