@@ -29,6 +29,9 @@ from fork.series import load_series
 MEDIA = ("torchaudio", "torchcodec", "torchvision")
 MEDIA_EXTRA = "media"
 
+#: What the series needs besides: `vllm reload-audit` prints tables.
+ALSO = ("rich",)
+
 #: Files of the fork carry this time: 1980-01-01, the first a zip file can hold, so that a build has no date of its own.
 _EPOCH = 315532800
 
@@ -120,6 +123,7 @@ def metadata(text: bytes, source: Wheel, version: str, results: list[Result]) ->
         elif key == "Requires-Dist" and source.device == "cpu":
             value = _media_to_extra(value)
         lines.append(f"{key}: {value}" if value else line)
+    lines += [f"Requires-Dist: {name}" for name in ALSO]
     if source.device == "cpu":
         lines.append(f"Provides-Extra: {MEDIA_EXTRA}")
     applied = ", ".join(r.patch.name for r in results if r.outcome == "applied")

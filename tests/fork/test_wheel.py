@@ -83,7 +83,7 @@ def test_the_media_packages_come_only_with_their_extra(wheel):
     needs = [Requirement(value) for value in metadata.get_all("Requires-Dist")]
     plain = {need.name for need in needs if not need.marker or need.marker.evaluate({"extra": ""})}
     media = {need.name for need in needs if not need.marker or need.marker.evaluate({"extra": "media"})}
-    assert "torch" in plain and media - plain == {"torchaudio", "torchcodec", "torchvision"}
+    assert {"torch", "rich"} <= plain and media - plain == {"torchaudio", "torchcodec", "torchvision"}
     assert "media" in metadata.get_all("Provides-Extra")
 
 

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload.audit import (
 )
 from vllm.model_executor.model_loader.reload.audit_run import (
     Seen,
+    _replayed,
     largest_difference,
 )
 from vllm.model_executor.model_loader.reload.audited_engine import (
@@ -310,3 +311,21 @@ def test_no_fault_is_found_where_none_is(folder, fresh, warm) -> None:
     assert largest_difference(running.outputs(), fresh["B"].outputs) == 0.0
     assert largest_difference(running.outputs(), fresh["A"].outputs) > 1.0
     running.update(folder / "A")
+
+
+def test_a_graph_that_was_recorded_before_an_update_sees_what_moved(
+    folder, monkeypatch
+) -> None:
+    checkpoints = {"A": folder / "A", "B": folder / "B"}
+    options = {"num_gpu_blocks_override": 32}
+    assert _replayed(checkpoints, ["update"], options) == {"update": 0.0}
+    update = AuditedEngine.update
+
+    def moving(running: AuditedEngine, checkpoint: Path) -> None:
+        update(running, checkpoint)
+        (model,) = running._call(lambda worker: worker.get_model())
+        norm = model.get_submodule("model.norm")
+        norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
+
+    monkeypatch.setattr(AuditedEngine, "update", moving)
+    assert _replayed(checkpoints, ["update"], options)["update"] > 0.1

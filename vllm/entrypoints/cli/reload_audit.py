@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--group",
         nargs="+",
-        help="of the registry, for --all: text-generation, pooling, multimodal or "
-        "drafter",
+        help="of the registry, for --all: text-generation, pooling, multimodal, "
+        "drafter or transformers",
     )
     parser.add_argument("--model", metavar="A", help="folder of a real checkpoint")
     parser.add_argument(

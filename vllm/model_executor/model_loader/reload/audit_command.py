@@ -30,6 +30,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "multimodal": ("_MULTIMODAL_MODELS",),
     "drafter": ("_SPECULATIVE_DECODING_MODELS",),
+    "transformers": (
+        "_TRANSFORMERS_SUPPORTED_MODELS",
+        "_TRANSFORMERS_BACKEND_MODELS",
+    ),
 }
 
 
@@ -106,9 +110,13 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
 
 def _known(names: Iterable[str], known: Mapping[str, Any], what: str) -> None:
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 3, 0.5) or sorted(known)[:5]
-            raise UsageError(f"unknown {what} {name}; near it: {', '.join(near)}")
+        if name in known:
+            continue
+        if len(known) < 10:
+            raise UsageError(f"unknown {what} {name}; one of {', '.join(known)}")
+        near = difflib.get_close_matches(name, known, 3, 0.5)
+        offered = f"; near it: {', '.join(near)}" if near else ""
+        raise UsageError(f"unknown {what} {name}{offered}")
 
 
 def _same_architecture(a: Path, b: Path) -> str:
@@ -178,8 +186,6 @@ def _environment(args: argparse.Namespace) -> None:
         "OMP_NUM_THREADS": str(threads),
         "PYTHONWARNINGS": "ignore",
     }
-    if args.tp == 1:
-        defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not args.model:
         defaults["HF_HUB_OFFLINE"] = "1"
     for name, value in defaults.items():

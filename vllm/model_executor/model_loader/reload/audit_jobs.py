@@ -97,7 +97,7 @@ class _Worker:
         assert self._process and self.job
         rows = None
         if self._pipe.poll():
-            with suppress(EOFError):
+            with suppress(EOFError, OSError):
                 rows = self._pipe.recv()
         elif self._process.is_alive():
             if time.monotonic() - self._began < TIMEOUT:
@@ -167,7 +167,9 @@ def _serve(pipe: Connection, log: str) -> None:
 
 
 def audited(job: Job) -> Iterator[Row]:
-    """The rows of `job`, in this process."""
+    """The rows of `job`, in this process, which keeps an engine of one worker too."""
+    if job.options.get("tensor_parallel_size", 1) == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if job.checkpoints:
         yield from audit(job.architecture, *job.checkpoints, job.modes, **job.options)
         return

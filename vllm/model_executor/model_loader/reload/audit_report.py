@@ -31,6 +31,9 @@ _COLOURS = {
     "error": "magenta",
 }
 
+#: Columns of a table that goes to no terminal.
+_WIDTH = 160
+
 
 class Report:
     """Collects rows, shows how far the audit is, and at the end a table; writes the
@@ -47,6 +50,8 @@ class Report:
         self.rows: list[Row] = []
         self._groups, self._json, self._html = groups, json, html
         self._console = Console()
+        if not self._console.is_terminal:
+            self._console = Console(width=_WIDTH)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -62,6 +67,7 @@ class Report:
         return all(row.verdict in ("equal", "not-auditable") for row in self.rows)
 
     def __enter__(self) -> "Report":
+        self._write()
         self._progress.start()
         return self
 
@@ -83,14 +89,18 @@ class Report:
         self.rows.extend(rows)
         self._progress.advance(self._task)
         self._progress.update(self._task, description=job.architecture)
+        self._write()
+
+    def interrupted(self) -> None:
+        count = len(self.rows)
+        kept = f"{count} verdict{'s' * (count != 1)} kept"
+        self._progress.console.print(f"vllm reload-audit: interrupted, {kept}")
+
+    def _write(self) -> None:
         if self._json:
             _replace(self._json, json.dumps(self._plain(), indent=1) + "\n")
         if self._html:
             _replace(self._html, page(self._plain()))
-
-    def interrupted(self) -> None:
-        kept = f"{len(self.rows)} verdicts kept"
-        self._progress.console.print(f"vllm reload-audit: interrupted, {kept}")
 
     def _plain(self) -> list[dict[str, Any]]:
         return [
@@ -99,20 +109,24 @@ class Report:
         ]
 
     def _table(self) -> Table:
+        """A line for each architecture, a column for each mode."""
+        modes = list(dict.fromkeys(row.mode for row in self.rows))
         table = Table()
-        for title in ("architecture", "mode", "verdict"):
+        for title in ("architecture", *modes):
             table.add_column(title, no_wrap=True)
         table.add_column("tensors", justify="right")
         table.add_column("what differs, or why", no_wrap=True, overflow="ellipsis")
-        for row in self.rows:
-            colour = _COLOURS[row.verdict]
-            table.add_row(
-                row.architecture,
-                row.mode,
-                f"[{colour}]{row.verdict}[/]",
-                str(row.tensors or ""),
-                escape(row.reason),
-            )
+        for architecture in dict.fromkeys(row.architecture for row in self.rows):
+            rows = {r.mode: r for r in self.rows if r.architecture == architecture}
+            verdicts = [
+                f"[{_COLOURS[rows[mode].verdict]}]{rows[mode].verdict}[/]"
+                if mode in rows
+                else ""
+                for mode in modes
+            ]
+            reasons = dict.fromkeys(row.reason for row in rows.values() if row.reason)
+            tensors = str(max(row.tensors for row in rows.values()) or "")
+            table.add_row(architecture, *verdicts, tensors, escape("; ".join(reasons)))
         return table
 
 

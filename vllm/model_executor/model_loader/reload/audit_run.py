@@ -162,8 +162,8 @@ PACKAGE = "needs a package that is not installed"
 
 #: What an error says where a kernel is for other devices.
 _OF_OTHER_DEVICES = re.compile(
-    "not supported on CPU|'_C' object has no attribute|no valid sparse MLA|"
-    "Unsupported CPU attention|[Tt]riton|CUDA|cuda|GPU|FlashInfer|flashinfer"
+    "CPU|'_C' object has no attribute|no valid sparse MLA|[Tt]riton|CUDA|cuda|GPU|"
+    "[Ff]lash[Ii]nfer"
 )
 
 
@@ -178,6 +178,8 @@ def reason_of(error: BaseException) -> str | None:
         package = error.name.partition(".")[0]
         if package != "vllm":
             return f"{PACKAGE}: {package}"
+    if named := re.search(r"requires? the (\w+) library|No module named '(\w+)", text):
+        return f"{PACKAGE}: {(named[1] or named[2]).lower()}"
     if isinstance(error, NotImplementedError) or _OF_OTHER_DEVICES.search(text):
         return f"{NOT_HERE}: {text}"
     return None

@@ -7,11 +7,13 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from vllm.model_executor.model_loader.reload.audit import Snapshot, from_plain
 from vllm.model_executor.model_loader.reload.recorded_graph import checkpoint_layout
+from vllm.platforms import current_platform
 
 #: Rows of numbers that an engine answers with.
 Outputs = tuple[tuple[float, ...], ...]
@@ -124,8 +126,8 @@ def loader(
     checkpoint: Path, *, backend: str = "", **options: Any
 ) -> Iterator[AuditedEngine]:
     """The workers of an engine with the model loaded, and nothing else: for a model
-    that this device cannot run. `backend` is the path of an attention backend, for a
-    model that none of this device serves; it is built, and never run.
+    that this device cannot run. `backend` is the path of the attention backend of a
+    layer for which this device has none; it is built, and never run.
     """
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.engine.arg_utils import EngineArgs
@@ -133,27 +135,36 @@ def loader(
 
     with ExitStack() as stack:
         stack.callback(cleanup_dist_env_and_memory)
-        if backend:
-            stack.enter_context(_attention(backend))
+        stack.enter_context(_attention(backend or _UNRUN))
+        # The caches of this model may have no block size that this device takes.
+        stack.enter_context(
+            patch.object(type(current_platform), "update_block_size_for_backend")
+        )
         arguments = EngineArgs(model=str(checkpoint), **_OPTIONS | options)
         executor = UniProcExecutor(arguments.create_engine_config())
         stack.callback(executor.shutdown)
         yield AuditedEngine(executor.collective_rpc, None)
 
 
+#: The backend for sparse attention where a recipe names none.
+_UNRUN = "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend"
+
+
 @contextmanager
 def _attention(backend: str) -> Iterator[None]:
-    """Every attention layer made meanwhile gets `backend`."""
-    from unittest.mock import patch
-
-    from vllm.platforms import current_platform
+    """Attention layers made meanwhile get `backend` where the device has none."""
     from vllm.v1.worker.workspace import (
         init_workspace_manager,
         is_workspace_manager_initialized,
     )
 
-    def chosen(cls: type, *args: object, **kwargs: object) -> str:
-        return backend
+    choose = current_platform.get_attn_backend_cls
+
+    def chosen(cls: type, *args: Any, **kwargs: Any) -> str:
+        try:
+            return choose(*args, **kwargs)
+        except NotImplementedError:
+            return backend
 
     if not is_workspace_manager_initialized():
         init_workspace_manager(torch.device("cpu"))

@@ -13,15 +13,25 @@ from .shrink import from_transformers
 
 __all__ = ["NoRecipe", "Recipe", "tiny"]
 
+#: What is written by hand, by architecture.
+RECIPES = (
+    dense.RECIPES
+    | experts.RECIPES
+    | latent.RECIPES
+    | hybrid.RECIPES
+    | special.RECIPES
+    | towers.RECIPES
+)
+
 
 def tiny(architecture: str) -> Recipe:
-    """What a tiny checkpoint of `architecture` holds. Raises NoRecipe with the
-    reason where there is none.
+    """What a tiny checkpoint of `architecture` holds. Raises NoRecipe with the reason
+    where there is none.
     """
-    recipes = dense.RECIPES | experts.RECIPES | latent.RECIPES
-    recipes |= hybrid.RECIPES | special.RECIPES | towers.RECIPES
-    if architecture in recipes:
-        return recipes[architecture]()
+    if architecture in dense.IMPOSSIBLE:
+        raise NoRecipe(dense.IMPOSSIBLE[architecture])
+    if architecture in RECIPES:
+        return RECIPES[architecture]()
     if hasattr(transformers, architecture):
         return from_transformers(architecture, OVERRIDES.get(architecture, {}))
-    raise NoRecipe("no tiny configuration")
+    raise NoRecipe("no tiny configuration is written yet")

@@ -3,6 +3,7 @@
 """Recipes for dense architectures that transformers does not have."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from .parts import (
     under,
 )
 from .recipe import Recipe, Spec
-from .shrink import TINY, from_transformers
+from .shrink import TINY
 
 
 def llama_layer(
@@ -53,7 +54,7 @@ def _first_llama() -> Recipe:
     name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
     spec = Spec((TINY["head_dim"] // 2,), torch.float32)
     inverse = {name.format(i): spec for i in range(TINY["num_hidden_layers"])}
-    return Recipe(recipe.config, {**recipe.tensors, **inverse})
+    return replace(recipe, tensors={**recipe.tensors, **inverse})
 
 
 def _chatglm(architecture: str) -> Recipe:
@@ -184,16 +185,6 @@ def _plamo3() -> Recipe:
     return decoder(config, layer, layers="layers.layers")
 
 
-def _rnj1() -> Recipe:
-    recipe = from_transformers(
-        "Gemma3ForCausalLM",
-        {"layer_types": ["full_attention"] * 2, "attention_bias": False},
-    )
-    return Recipe(
-        {**recipe.config, "architectures": ["Rnj1ForCausalLM"]}, recipe.tensors
-    )
-
-
 def _solar() -> Recipe:
     """Layers whose inputs are blended with those of earlier ones."""
     return _like_llama(
@@ -261,7 +252,13 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "OrionForCausalLM": _orion,
     "PanguEmbeddedForCausalLM": _pangu_embedded,
     "Plamo3ForCausalLM": _plamo3,
-    "Rnj1ForCausalLM": _rnj1,
+    "Rnj1ForCausalLM": partial(
+        as_another,
+        "Rnj1ForCausalLM",
+        "Gemma3ForCausalLM",
+        layer_types=["full_attention"] * TINY["num_hidden_layers"],
+        attention_bias=False,
+    ),
     "SolarForCausalLM": _solar,
     "Step1ForCausalLM": partial(
         _like_llama, "Step1ForCausalLM", num_attention_groups=2

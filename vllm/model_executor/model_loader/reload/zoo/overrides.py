@@ -3,7 +3,7 @@
 """What an architecture of transformers needs besides tiny dimensions."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .recipe import Fill, uniform
@@ -30,13 +30,16 @@ class Published:
     without: tuple[str, ...] = ()
     #: Patterns of names, with the values of tensors that are no ordinary weights.
     fills: Mapping[str, Fill] = field(default_factory=dict)
+    #: The attention backend that the model is built with where it cannot be run.
+    backend: str = ""
+
 
 _WINDOWED = ["sliding_attention", "full_attention"]
 _LINEAR = ["linear_attention", "full_attention"]
 _GATED_DELTA = {
     "layer_types": _LINEAR,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
@@ -84,12 +87,33 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "route_norm": True,
         "n_group": 1,
         "topk_group": 1,
-        "layer_types": ["sliding_attention", "full_attention"],
+        "layer_types": _WINDOWED,
     },
     "AXK1ForCausalLM": {"attention_bias": False},
+    "Cohere2ForCausalLM": {"attention_bias": False, "layer_types": _WINDOWED},
+    "Cohere2MoeForCausalLM": {
+        "attention_bias": False,
+        "layer_types": _WINDOWED,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "CohereForCausalLM": {"attention_bias": False},
     "DbrxForCausalLM": {
         "attn_config": _DBRX_ATTENTION,
         "ffn_config": _DBRX_EXPERTS,
+    },
+    "DeepseekV2ForCausalLM": {"attention_bias": False, "mlp_bias": False},
+    "DeepseekV32ForCausalLM": {
+        "attention_bias": False,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "index_topk": 16,
+        "index_n_heads": 4,
+        "index_head_dim": 128,
+    },
+    "DeepseekV3ForCausalLM": {
+        "attention_bias": False,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
     },
     "DeepseekV4ForCausalLM": {
         "num_hidden_layers": 3,
@@ -111,28 +135,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "index_head_dim": 128,
         "hc_mult": 2,
     },
-    "DeepseekV2ForCausalLM": {"attention_bias": False},
-    "DeepseekV3ForCausalLM": {
-        "attention_bias": False,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-    },
-    "DeepseekV32ForCausalLM": {
-        "attention_bias": False,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "index_topk": 16,
-        "index_n_heads": 4,
-        "index_head_dim": 128,
-    },
-    "Cohere2ForCausalLM": {"layer_types": _WINDOWED},
-    "Cohere2MoeForCausalLM": {
-        "layer_types": _WINDOWED,
-        "mlp_layer_types": ["dense", "sparse"],
-    },
+    "Ernie4_5_MoeForCausalLM": {"use_bias": False},
+    "Ernie4_5ForCausalLM": {"use_bias": False},
     "Exaone4ForCausalLM": {"layer_types": _WINDOWED},
     "ExaoneMoeForCausalLM": {"layer_types": _WINDOWED},
     "FalconH1ForCausalLM": {
+        "attention_bias": False,
+        "mlp_bias": False,
         "mamba_d_ssm": 256,
         "mamba_n_heads": 8,
         "mamba_d_head": 32,
@@ -140,33 +149,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
     },
     "Gemma3ForCausalLM": {"layer_types": _WINDOWED},
-    "GptOssForCausalLM": {"rope_parameters": _YARN},
-    "GraniteMoeHybridForCausalLM": {
-        "layer_types": _LINEAR,
-        "shared_intermediate_size": 48,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 16,
-    },
-    "JambaForCausalLM": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-    },
-    "Ministral3ForCausalLM": {
-        "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}
-    },
-    "OlmoHybridForCausalLM": {"layer_types": _LINEAR, "num_key_value_heads": 4},
-    "Qwen2ForCausalLM": {"tie_word_embeddings": True},
-    "Qwen3NextForCausalLM": _GATED_DELTA,
-    "Qwen3_5ForCausalLM": _GATED_DELTA,
-    "Qwen3_5MoeForCausalLM": _GATED_DELTA,
-    "GPTJForCausalLM": {"rotary_dim": 16},
     "Gemma3nForCausalLM": {
         "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": _WINDOWED * 2,
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
         "vocab_size_per_layer_input": 240,
@@ -175,7 +160,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "Gemma4ForCausalLM": {
         "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": _WINDOWED * 2,
         "num_kv_shared_layers": 2,
         "attention_k_eq_v": True,
         "global_head_dim": 64,
@@ -187,6 +172,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "attention_bias": False,
     },
+    "GemmaForCausalLM": {"attention_bias": False},
     "Glm4MoeForCausalLM": {"head_dim": 32},
     "Glm4MoeLiteForCausalLM": {
         "attention_bias": False,
@@ -203,6 +189,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "index_n_heads": 4,
         "index_head_dim": 128,
     },
+    "GPTJForCausalLM": {"rotary_dim": 16},
+    "GptOssForCausalLM": {"rope_parameters": _YARN},
+    "GraniteMoeForCausalLM": {"attention_bias": False},
+    "GraniteMoeHybridForCausalLM": {
+        "layer_types": _LINEAR,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+    },
+    "GraniteMoeSharedForCausalLM": {"attention_bias": False},
+    "GraniteMoeSWAForCausalLM": {"attention_bias": False},
+    "HrmTextForCausalLM": {"attention_bias": False, "mlp_bias": False},
     "HYV3ForCausalLM": {
         "attention_bias": False,
         "mlp_bias": False,
@@ -219,7 +219,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "hc_mult": 2,
         "num_key_value_heads": 4,
     },
-    "HrmTextForCausalLM": {"attention_bias": False, "mlp_bias": False},
     "InklingForConditionalGeneration": {
         "text_config": _INKLING_TEXT,
         "vision_config": {
@@ -233,6 +232,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "audio_token_id": 241,
         "image_bos_token_id": 242,
         "audio_bos_token_id": 243,
+    },
+    "JambaForCausalLM": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
     },
     "KimiLinearForCausalLM": {
         "attention_bias": False,
@@ -255,6 +260,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "use_grouped_topk": True,
         "mla_use_nope": True,
     },
+    "LagunaForCausalLM": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [4, 8],
+    },
     "Lfm2ForCausalLM": {
         "layer_types": ["conv", "full_attention"],
         "block_dim": 128,
@@ -270,10 +279,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "conv"],
         "conv_bias": True,
-    },
-    "LagunaForCausalLM": {
-        "layer_types": ["full_attention", "sliding_attention"],
-        "num_attention_heads_per_layer": [4, 8],
     },
     "Llama4ForCausalLM": {
         "attention_bias": False,
@@ -318,11 +323,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
+    "MiniCPM3ForCausalLM": {"attention_bias": False, "mlp_bias": False},
     "MiniMaxM2ForCausalLM": {
         "rotary_dim": 16,
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
+    "Ministral3ForCausalLM": {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}},
     # Experts without a gate are not for a CPU.
     "NemotronHForCausalLM": {
         "layers_block_type": ["linear_attention", "full_attention", "mlp"],
@@ -331,12 +338,23 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 16,
         "n_groups": 2,
         "moe_shared_expert_intermediate_size": 48,
+        # On a CPU a second request gets no numbers from states in float32.
+        "mamba_ssm_cache_dtype": "bfloat16",
     },
+    "OlmoeForCausalLM": {"attention_bias": False},
+    "OlmoHybridForCausalLM": {"layer_types": _LINEAR, "num_key_value_heads": 4},
     "OPTForCausalLM": {"ffn_dim": 96, "word_embed_proj_dim": 128},
+    "Qwen2ForCausalLM": {"tie_word_embeddings": True},
+    "Qwen3_5ForCausalLM": {**_GATED_DELTA, "attention_bias": False},
+    "Qwen3_5MoeForCausalLM": {**_GATED_DELTA, "attention_bias": False},
+    "Qwen3ForCausalLM": {"attention_bias": False},
+    "Qwen3MoeForCausalLM": {"attention_bias": False},
+    "Qwen3NextForCausalLM": {**_GATED_DELTA, "attention_bias": False},
     "Qwen4ExpForCausalLM": {
         **_GATED_DELTA,
         "attention_bias": False,
         "layer_types": ["linear_attention", "indexed_attention"],
+        "output_gate_type": "silu",
         "hc_count": 2,
         "hc_lowrank": 16,
         "ple_layer_ids": [1],
@@ -366,7 +384,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
 }
 
-
 _INKLING_PUBLISHED = {
     "local_layer_ids": [0],
     "dense_mlp_idx": 1,
@@ -395,6 +412,11 @@ _NEXT_TOKEN = Published(
     config={"num_nextn_predict_layers": 1, "num_mtp_layers": None}, also=_next_token(1)
 )
 
+_SPARSE_NEXT_TOKEN = replace(
+    _NEXT_TOKEN,
+    backend="vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend",
+)
+
 #: By architecture of transformers, where there is something to say.
 PUBLISHED: dict[str, Published] = {
     "AXK1ForCausalLM": Published(
@@ -408,6 +430,8 @@ PUBLISHED: dict[str, Published] = {
     "DbrxForCausalLM": Published(
         config={"attn_config": _DBRX_ATTENTION, "ffn_config": _DBRX_EXPERTS}
     ),
+    "DeepseekV32ForCausalLM": _SPARSE_NEXT_TOKEN,
+    "DeepseekV3ForCausalLM": _NEXT_TOKEN,
     "DeepseekV4ForCausalLM": Published(
         config={
             "layer_types": None,
@@ -437,13 +461,17 @@ PUBLISHED: dict[str, Published] = {
         # The experts of each token.
         fills={r"\.tid2eid$": uniform(0, 4)},
     ),
+    "Glm4MoeForCausalLM": _NEXT_TOKEN,
+    "Glm4MoeLiteForCausalLM": _NEXT_TOKEN,
+    "GlmMoeDsaForCausalLM": _SPARSE_NEXT_TOKEN,
     "HYV4ForCausalLM": Published(
         config={"layer_types": ["deepseek_sparse_attention"] * 2},
+        backend=("vllm.models.hy_v4.nvidia.flashmla_sparse.HYV4FlashMLASparseBackend"),
         names={
             r"\.hc_pre\.hc_head\.": ".hc_head.",
             r"\.hc_pre\.(hc_\w+_layer)\.": r".\1.hc_pre.",
             r"\.mlp(\.shared_experts)?\.linear_gate\.": r".mlp\1.gate_proj.",
-        }
+        },
     ),
     "InklingForCausalLM": Published(
         by="InklingForConditionalGeneration",
@@ -470,15 +498,22 @@ PUBLISHED: dict[str, Published] = {
             },
         }
     ),
-    # The experts that do nothing have no weights.
-    "LongcatFlashForCausalLM": Published(without=(r"\.experts\.[45]\.",)),
     "KimiLinearForCausalLM": Published(
         names={r"\.block_sparse_moe\.(gate|up|down)_proj\.": r".mlp.\1_proj."}
     ),
+    # The experts that do nothing have no weights.
+    "LongcatFlashForCausalLM": Published(without=(r"\.experts\.[45]\.",)),
     "NemotronHForCausalLM": Published(config={"hybrid_override_pattern": "M*-"}),
-    "DeepseekV3ForCausalLM": _NEXT_TOKEN,
-    "DeepseekV32ForCausalLM": _NEXT_TOKEN,
-    "Glm4MoeForCausalLM": _NEXT_TOKEN,
-    "Glm4MoeLiteForCausalLM": _NEXT_TOKEN,
-    "GlmMoeDsaForCausalLM": _NEXT_TOKEN,
+    "OlmoHybridForCausalLM": Published(
+        names={
+            r"\.attention_layer_norm\.": ".input_layernorm.",
+            r"\.feedforward_layer_norm\.": ".post_attention_layernorm.",
+        },
+        # transformers splits them in equal parts.
+        also={
+            "model.layers.0.linear_attn.q_conv1d.weight": (96, 1, 4),
+            "model.layers.0.linear_attn.k_conv1d.weight": (96, 1, 4),
+            "model.layers.0.linear_attn.v_conv1d.weight": (192, 1, 4),
+        },
+    ),
 }

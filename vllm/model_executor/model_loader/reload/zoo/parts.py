@@ -5,6 +5,7 @@ shapes of their tensors.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,19 +17,12 @@ from .shrink import TINY, from_transformers
 Tensors = dict[str, Spec]
 Config = Mapping[str, Any]
 
-_DECODER = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-)
+#: Of `TINY`, what every decoder's configuration has.
+_DECODER = [
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings"),
+]
 
 
 def config_of(architecture: str, model_type: str = "llama", **fields: Any) -> Config:
@@ -210,4 +204,4 @@ def as_another(architecture: str, base: str, **overrides: Any) -> Recipe:
     format.
     """
     recipe = from_transformers(base, {**OVERRIDES.get(base, {}), **overrides})
-    return Recipe({**recipe.config, "architectures": [architecture]}, recipe.tensors)
+    return replace(recipe, config={**recipe.config, "architectures": [architecture]})

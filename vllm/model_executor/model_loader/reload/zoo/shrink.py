@@ -7,7 +7,8 @@ dimensions say what a checkpoint holds.
 import inspect
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from .overrides import OVERRIDES, PUBLISHED, Published
 from .recipe import Fill, Recipe, Spec
@@ -107,12 +108,14 @@ def shrunk(config_class: type, overrides: Mapping[str, Any]) -> Any:
     """A configuration of `config_class` at tiny dimensions."""
     same = getattr(config_class, "attribute_map", {})
     fields = _fields(config_class)
+    told = fields & TINY.keys() | overrides.keys()
     tiny = {
         name: value
         for name, value in TINY.items()
-        if name in fields | set(same) and same.get(name) not in fields
+        if name in fields | set(same) and same.get(name) not in told
     }
-    return config_class(**tiny | dict(overrides))
+    # Some classes write to what they are given.
+    return config_class(**tiny | deepcopy(dict(overrides)))
 
 
 def _as_published(
@@ -133,7 +136,7 @@ def _as_published(
                 for held, spec in named.items()
                 if held.startswith(like)
             }
-    return Recipe(merged, named)
+    return Recipe(merged, named, backend=published.backend)
 
 
 def _merged(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,14 +169,12 @@ def _fields(config_class: type) -> set[str]:
     return names
 
 
-def _specs(folder: Path):
+def _specs(folder: Path) -> Iterator[tuple[str, Spec]]:
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
-                tensor = tensors.get_tensor(name)
-                # What is no float is no weight: the class knows its values.
-                fill = None if tensor.is_floating_point() else _always(tensor)
-                yield name, Spec(tuple(tensor.shape), tensor.dtype, fill)
+        for name, tensor in load_file(file).items():
+            # What is no float is no weight: the class knows its values.
+            fill = None if tensor.is_floating_point() else _always(tensor)
+            yield name, Spec(tuple(tensor.shape), tensor.dtype, fill)
 
 
 def _always(values: torch.Tensor) -> Fill:
