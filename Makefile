@@ -11,7 +11,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 # The wheel depends on all of these.
 SOURCES := pyproject.toml $(shell find fork patches vllm -type f -not -path '*/__pycache__/*')
 
-.PHONY: setup demo test lint drop graph-ab clean
+.PHONY: setup demo test lint drop graph-ab audit clean
 
 setup: $(INSTALLED)
 
@@ -53,6 +53,12 @@ drop: setup
 # What a graph serves after an update, with the faults put back and without; tests/gpu asserts the same on a GPU.
 graph-ab: setup
 	$(PY) -m benchmarks.graph_ab
+
+# Every text-generation architecture, in every mode; also as JSON and as a page below build/.
+audit: setup
+	mkdir -p build
+	.venv/bin/vllm reload-audit --all --group text-generation --mode same update back repeat poisoned \
+		--json build/audit.json --html build/audit.html
 
 clean:
 	rm -rf .venv build

@@ -322,10 +322,10 @@ def test_a_graph_that_was_recorded_before_an_update_sees_what_moved(
     update = AuditedEngine.update
 
     def moving(running: AuditedEngine, checkpoint: Path) -> None:
-        update(running, checkpoint)
         (model,) = running._call(lambda worker: worker.get_model())
         norm = model.get_submodule("model.norm")
-        norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
+        norm.weight.data = norm.weight.data.clone()
+        update(running, checkpoint)
 
     monkeypatch.setattr(AuditedEngine, "update", moving)
     assert _replayed(checkpoints, ["update"], options)["update"] > 0.1

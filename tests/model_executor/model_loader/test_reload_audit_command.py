@@ -130,12 +130,34 @@ def test_every_architecture_of_the_registry_has_a_group() -> None:
     assert set(groups()) <= set(ModelRegistry.get_supported_archs())
 
 
+def test_it_is_a_subcommand_of_vllm() -> None:
+    program = "from vllm.entrypoints.cli.main import main; main()"
+    words = ["reload-audit", "LamaForCausalLM"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True
+    )
+    if "No module named" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 2
+    assert "unknown architecture LamaForCausalLM" in done.stderr.splitlines()[-1]
+
+
+#: The subcommand without the others, which import more than a release's CPU build has.
+PROGRAM = """
+import argparse, sys
+from vllm.entrypoints.cli.reload_audit import add_arguments
+from vllm.model_executor.model_loader.reload.audit_command import main
+parser = argparse.ArgumentParser()
+add_arguments(parser)
+sys.exit(main(parser.parse_args()))
+"""
+
+
 def test_an_interrupt_keeps_the_verdicts_and_leaves_no_process(tmp_path) -> None:
     file = tmp_path / "audit.json"
-    program = "import sys; from vllm.entrypoints.cli.main import main; main()"
-    words = ["reload-audit", LLAMA, QWEN, "--jobs", "1", "--json", str(file)]
+    words = [LLAMA, QWEN, "--jobs", "1", "--json", str(file)]
     running = subprocess.Popen(
-        [sys.executable, "-c", program, *words], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, *words], stderr=subprocess.PIPE, text=True
     )
     try:
         while not file.exists() or LLAMA not in file.read_text():

@@ -3,6 +3,7 @@
 """What an audit found: on the terminal, as JSON, and as a page."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -98,13 +99,19 @@ class Report:
 
     def _write(self) -> None:
         if self._json:
-            _replace(self._json, json.dumps(self._plain(), indent=1) + "\n")
+            text = json.dumps(self._plain(), indent=1, allow_nan=False)
+            _replace(self._json, text + "\n")
         if self._html:
             _replace(self._html, page(self._plain()))
 
     def _plain(self) -> list[dict[str, Any]]:
         return [
-            row.json() | {"group": self._groups.get(row.architecture, "")}
+            {
+                # JSON has no number for it.
+                name: "Infinity" if value == math.inf else value
+                for name, value in row.json().items()
+            }
+            | {"group": self._groups.get(row.architecture, "")}
             for row in self.rows
         ]
 
@@ -133,7 +140,8 @@ class Report:
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
     """One self-contained HTML page for `rows`."""
     template = files(__package__).joinpath("audit.html").read_text()
-    data = json.dumps({"version": __version__, "rows": rows}).replace("<", "\\u003c")
+    found = {"version": __version__, "rows": rows}
+    data = json.dumps(found, allow_nan=False).replace("<", "\\u003c")
     return template.replace("{{data}}", data)
 
 

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.audited_engine import (
     loader,
 )
 from vllm.model_executor.model_loader.reload.recorded_graph import GraphError
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 
 Verdict = Literal["equal", "unequal", "not-auditable", "error"]
@@ -97,10 +98,11 @@ def audit(
     try:
         fresh_b = _fresh(start, b)
     except Exception as error:
+        error = _cause(name, error)
         not_run = reason_of(error) or ""
         try:
             if not not_run.startswith(NOT_HERE):
-                raise
+                raise error
             start = partial(loader, backend=backend, **options)
             fresh_b = _fresh(start, b)
         except Exception as error:
@@ -153,6 +155,16 @@ Start = Callable[[Path], AbstractContextManager[AuditedEngine]]
 def _fresh(start: Start, checkpoint: Path) -> Seen:
     with start(checkpoint) as cold:
         return Seen.of(cold)
+
+
+def _cause(architecture: str, error: Exception) -> Exception:
+    """What the registry only logs where the class of a model cannot be imported."""
+    if "failed to be inspected" in str(error):
+        try:
+            ModelRegistry.models[architecture].load_model_cls()
+        except Exception as cause:
+            return cause
+    return error
 
 
 #: Reasons why a model cannot be audited, or not be run.

@@ -43,7 +43,8 @@ class AuditedEngine:
 
     def update(self, checkpoint: Path) -> None:
         """Load `checkpoint` as an update."""
-        self._call("reload_weights", kwargs={"weights_path": str(checkpoint)})
+        with _known_memory():
+            self._call("reload_weights", kwargs={"weights_path": str(checkpoint)})
 
     def poison(self, seed: int = 0) -> None:
         """Put seeded garbage in the place of every weight."""
@@ -116,7 +117,8 @@ def engine(
         stack.callback(cleanup_dist_env_and_memory)
         if graphs:
             stack.enter_context(checkpoint_layout())
-        llm = LLM(model=str(checkpoint), **_OPTIONS | options)
+        with _known_memory():
+            llm = LLM(model=str(checkpoint), **_OPTIONS | options)
         stack.callback(llm.llm_engine.engine_core.shutdown)
         yield AuditedEngine(llm.collective_rpc, partial(_logits, llm))
 
@@ -141,9 +143,24 @@ def loader(
             patch.object(type(current_platform), "update_block_size_for_backend")
         )
         arguments = EngineArgs(model=str(checkpoint), **_OPTIONS | options)
-        executor = UniProcExecutor(arguments.create_engine_config())
+        config = arguments.create_engine_config()
+        with _known_memory():
+            executor = UniProcExecutor(config)
         stack.callback(executor.shutdown)
         yield AuditedEngine(executor.collective_rpc, None)
+
+
+@contextmanager
+def _known_memory() -> Iterator[None]:
+    """New memory of this process is filled with NaN or the largest integer meanwhile:
+    what nobody writes is the same in every engine, and never what was there before.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 #: The backend for sparse attention where a recipe names none.

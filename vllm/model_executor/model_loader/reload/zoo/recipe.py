@@ -96,6 +96,8 @@ def _fill_of(name: str, dimensions: int) -> Fill:
     last = name.rpartition(".")[2].lower()
     if last == "a_log":
         return _decay
+    if last in ("e_score_correction_bias", "expert_bias"):
+        return normal(0, 0.05)  # no more than the scores, so that each expert has a say
     if "scale" in last and dimensions <= 2:
         return uniform(0.5, 1.5)
     if dimensions > 1:
