@@ -139,7 +139,8 @@ def test_every_edit_of_the_series_takes_on_its_base_and_leaves_python(base):
     for result in results:
         assert not result.failed, (result.patch.name, result.outcome, result.detail)
         for path, text in result.files.items():
-            ast.parse(text, path)
+            if path.endswith(".py"):
+                ast.parse(text, path)
             assert path in result.patch.adds or text != read(path)
 
 

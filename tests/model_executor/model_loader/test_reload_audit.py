@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload.audit_run import (
     Seen,
     _replayed,
     largest_difference,
+    reason_of,
 )
 from vllm.model_executor.model_loader.reload.audited_engine import (
     AuditedEngine,
@@ -329,3 +330,20 @@ def test_a_graph_that_was_recorded_before_an_update_sees_what_moved(
 
     monkeypatch.setattr(AuditedEngine, "update", moving)
     assert _replayed(checkpoints, ["update"], options)["update"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("pass trust_remote_code=True"), "needs remote code"),
+        (ModuleNotFoundError("x", name="timm.layers"), "needs a package"),
+        (ImportError("it requires the Torchvision library"), "needs a package"),
+        (NotImplementedError("no"), "not on this device: NotImplementedError: no"),
+        (AttributeError("'_moe_C' object has no attribute 'x'"), "not on this device"),
+        (KeyError("w13_weight"), None),
+        (AssertionError(), None),
+    ],
+)
+def test_an_error_that_is_no_reason_is_an_error(error, reason) -> None:
+    found = reason_of(error)
+    assert found is None if reason is None else found.startswith(reason)

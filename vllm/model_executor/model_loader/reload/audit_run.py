@@ -5,6 +5,7 @@
 import math
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -174,8 +175,8 @@ PACKAGE = "needs a package that is not installed"
 
 #: What an error says where a kernel is for other devices.
 _OF_OTHER_DEVICES = re.compile(
-    "CPU|'_C' object has no attribute|no valid sparse MLA|[Tt]riton|CUDA|cuda|GPU|"
-    "[Ff]lash[Ii]nfer"
+    "CPU|'_(moe_)?C' object has no attribute|no valid sparse MLA|[Tt]riton|"
+    "CUDA|cuda|GPU|[Ff]lash[Ii]nfer"
 )
 
 
@@ -192,7 +193,15 @@ def reason_of(error: BaseException) -> str | None:
             return f"{PACKAGE}: {package}"
     if named := re.search(r"requires? the (\w+) library|No module named '(\w+)", text):
         return f"{PACKAGE}: {(named[1] or named[2]).lower()}"
-    if isinstance(error, NotImplementedError) or _OF_OTHER_DEVICES.search(text):
+    frames = traceback.extract_tb(error.__traceback__)
+    of_the_device = isinstance(error, AssertionError) and any(
+        "cpu" in Path(frame.filename).name for frame in frames[-1:]
+    )
+    if (
+        isinstance(error, NotImplementedError)
+        or of_the_device
+        or _OF_OTHER_DEVICES.search(text)
+    ):
         return f"{NOT_HERE}: {text}"
     return None
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -389,7 +390,7 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         yield (tuple(value.shape), value.dtype)
-    elif isinstance(value, int | float | str | None | Enum):
+    elif isinstance(value, int | float | str | None | Enum | numpy.generic):
         yield value
     elif isinstance(value, Mapping):
         for name, entry in value.items():
