@@ -10,6 +10,7 @@ from typing import Any
 
 from .parts import (
     EXPERTS,
+    NORMS,
     Tensors,
     as_another,
     attention,
@@ -20,12 +21,11 @@ from .parts import (
     linear,
     mlp,
     norms,
+    pangu,
     under,
 )
 from .recipe import Recipe
 from .shrink import TINY
-
-_NORMS = "input_layernorm post_attention_layernorm"
 
 
 def _bailing(architecture: str, *, qk_norm: bool, **fields: Any) -> Recipe:
@@ -60,7 +60,7 @@ def _bailing(architecture: str, *, qk_norm: bool, **fields: Any) -> Recipe:
             **under("attention", fused_attention(config, "query_key_value", "dense")),
             **under("attention", norms(names, head)),
             **under("mlp", feed_forward),
-            **norms(_NORMS, hidden),
+            **norms(NORMS, hidden),
         }
 
     return decoder(config, layer, embedding="word_embeddings")
@@ -96,7 +96,7 @@ def _deepseek() -> Recipe:
         return {
             **under("self_attn", attention(config)),
             **under("mlp", sparse if index else mlp(hidden, dense)),
-            **norms(_NORMS, hidden),
+            **norms(NORMS, hidden),
         }
 
     return decoder(config, layer)
@@ -136,7 +136,7 @@ def _k2_horizon() -> Recipe:
             **norms("self_attn.k_norm", config["num_key_value_heads"] * head),
             **linear("self_attn.gate_proj", hidden, queries),
             **under("mlp", sparse if index else mlp(hidden, dense)),
-            **norms(_NORMS, hidden),
+            **norms(NORMS, hidden),
         }
 
     return decoder(config, layer)
@@ -159,18 +159,7 @@ def _pangu_pro() -> Recipe:
         sandwich_norm=True,
         bias=True,
     )
-    hidden, dense = config["hidden_size"], config["intermediate_size"]
-    inner, bias = config["moe_intermediate_size"], "e_score_correction_bias"
-    sparse = experts(hidden, inner, shared="shared_experts", bias=bias)
-
-    def layer(index: int) -> Tensors:
-        return {
-            **under("self_attn", attention(config, bias=True, output_bias=True)),
-            **under("mlp", sparse if index else mlp(hidden, dense)),
-            **norms(f"{_NORMS} pre_mlp_layernorm post_mlp_layernorm", hidden),
-        }
-
-    return decoder(config, layer)
+    return pangu(config, attention(config, bias=True, output_bias=True))
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {

@@ -12,6 +12,7 @@ import torch
 from .parts import (
     EXPERTS,
     LATENT,
+    NORMS,
     Config,
     Tensors,
     as_another,
@@ -27,7 +28,6 @@ from .parts import (
 from .recipe import Recipe, Spec
 from .shrink import TINY
 
-_NORMS = "input_layernorm post_attention_layernorm"
 _KERNEL = 4
 
 
@@ -62,7 +62,7 @@ def _bailing_layer(config: Config, index: int, heads: Tensors) -> Tensors:
     return {
         **under("attention", heads),
         **under("mlp", sparse if index else mlp(hidden, dense)),
-        **norms(_NORMS, hidden),
+        **norms(NORMS, hidden),
     }
 
 
@@ -218,7 +218,7 @@ def _glm5_next() -> Recipe:
         return {
             **under("self_attn", attending if index else stateful),
             **under("mlp", sparse if index else mlp(hidden, dense)),
-            **norms(_NORMS, hidden),
+            **norms(NORMS, hidden),
             **connections,
         }
 

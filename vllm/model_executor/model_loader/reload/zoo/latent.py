@@ -9,6 +9,7 @@ from typing import Any
 
 from .parts import (
     LATENT,
+    NORMS,
     Config,
     Tensors,
     config_of,
@@ -18,12 +19,11 @@ from .parts import (
     linear,
     mlp,
     norms,
+    pangu,
     under,
 )
 from .recipe import Recipe
 from .shrink import TINY
-
-_NORMS = "input_layernorm post_attention_layernorm"
 
 
 def _config(architecture: str, **fields: Any) -> Config:
@@ -71,18 +71,7 @@ def _pangu_ultra() -> Recipe:
     config = _config(
         "PanguUltraMoEForCausalLM", sandwich_norm=True, router_enable_expert_bias=True
     )
-    hidden, dense = config["hidden_size"], config["intermediate_size"]
-    inner, bias = config["moe_intermediate_size"], "e_score_correction_bias"
-    sparse = experts(hidden, inner, shared="shared_experts", bias=bias)
-
-    def layer(index: int) -> Tensors:
-        return {
-            **under("self_attn", latent_attention(config)),
-            **under("mlp", sparse if index else mlp(hidden, dense)),
-            **norms(f"{_NORMS} pre_mlp_layernorm post_mlp_layernorm", hidden),
-        }
-
-    return decoder(config, layer)
+    return pangu(config, latent_attention(config))
 
 
 def _sarvam() -> Recipe:
@@ -102,7 +91,7 @@ def _sarvam() -> Recipe:
         return {
             **under("self_attn", latent_attention(config)),
             **under("mlp", sparse if index else mlp(hidden, dense)),
-            **norms(_NORMS, hidden),
+            **norms(NORMS, hidden),
         }
 
     return decoder(config, layer)

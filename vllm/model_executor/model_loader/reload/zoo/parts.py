@@ -48,12 +48,15 @@ EXPERTS: dict[str, Any] = {
 
 #: Fields of latent attention. The CPU's kernel takes latents of one width alone.
 LATENT: dict[str, Any] = {
-    "q_lora_rank": TINY["q_lora_rank"],
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
+    name: TINY[name]
+    for name in (
+        *("q_lora_rank", "kv_lora_rank"),
+        *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    )
 }
+
+#: The norms of most decoder layers.
+NORMS = "input_layernorm post_attention_layernorm"
 
 
 def under(prefix: str, tensors: Tensors) -> Tensors:
@@ -205,3 +208,21 @@ def as_another(architecture: str, base: str, **overrides: Any) -> Recipe:
     """
     recipe = from_transformers(base, {**OVERRIDES.get(base, {}), **overrides})
     return replace(recipe, config={**recipe.config, "architectures": [architecture]})
+
+
+def pangu(config: Config, heads: Tensors) -> Recipe:
+    """A mixture of experts after the first layer, with a bias for each expert, and
+    norms around both halves of a layer.
+    """
+    hidden, dense = config["hidden_size"], config["intermediate_size"]
+    inner, bias = config["moe_intermediate_size"], "e_score_correction_bias"
+    sparse = experts(hidden, inner, shared="shared_experts", bias=bias)
+
+    def layer(index: int) -> Tensors:
+        return {
+            **under("self_attn", heads),
+            **under("mlp", sparse if index else mlp(hidden, dense)),
+            **norms(f"{NORMS} pre_mlp_layernorm post_mlp_layernorm", hidden),
+        }
+
+    return decoder(config, layer)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from .parts import (
+    NORMS,
     Config,
     Tensors,
     attention,
@@ -23,8 +24,6 @@ from .parts import (
 )
 from .recipe import Recipe, Spec
 from .shrink import TINY
-
-_NORMS = "input_layernorm post_attention_layernorm"
 
 
 def _mimo_v2() -> Recipe:
@@ -59,7 +58,7 @@ def _mimo_v2() -> Recipe:
     def layer(index: int) -> Tensors:
         tensors = {
             **under("self_attn", fused_attention(config, "qkv_proj", "o_proj")),
-            **norms(_NORMS, hidden),
+            **norms(NORMS, hidden),
         }
         if not index:
             return tensors | under("mlp", mlp(hidden, dense))
@@ -116,7 +115,7 @@ def _minimax_m3() -> Recipe:
         tensors = {
             **under("self_attn", attention(text)),
             **norms("self_attn.q_norm self_attn.k_norm", text["head_dim"]),
-            **norms(_NORMS, hidden),
+            **norms(NORMS, hidden),
         }
         if not index:
             dense = text["dense_intermediate_size"]
@@ -162,7 +161,7 @@ def _step3_text() -> Recipe:
             **linear("self_attn.v_proj", hidden, head),
             **linear("self_attn.o_proj", queries, hidden),
             **(_step_experts(config) if index else under("mlp", mlp(hidden, dense))),
-            **norms(_NORMS, hidden),
+            **norms(NORMS, hidden),
         }
 
     return decoder(config, layer)
@@ -204,7 +203,7 @@ def _step3p5() -> Recipe:
             **under("self_attn", attention({**config, "num_attention_heads": heads})),
             **norms("self_attn.q_norm self_attn.k_norm", config["head_dim"]),
             **linear("self_attn.g_proj", hidden, heads),
-            **norms(_NORMS, hidden),
+            **norms(NORMS, hidden),
         }
         if not index:
             return tensors | under("mlp", mlp(hidden, dense))
